@@ -1,0 +1,180 @@
+#include "kvfuse/sequence.h"
+
+#include <algorithm>
+
+#include "kvfuse/error.h"
+
+namespace kvfuse {
+
+std::vector<LayerCache*> Sequence::Layers() {
+  std::vector<LayerCache*> layers;
+  for (auto& [name, layer] : layers_) layers.push_back(layer.get());
+  return layers;
+}
+
+int64_t Sequence::LengthLocked() {
+  if (layers_.empty() || layers_.size() < layer_names_.size()) return 0;  // a layer that never ran holds nothing
+  int64_t length = INT64_MAX;
+  for (LayerCache* layer : Layers()) {
+    std::lock_guard<std::mutex> lock(layer->mutex);
+    length = std::min(length, layer->length());
+  }
+  return length;
+}
+
+int64_t Sequence::Length() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return LengthLocked();
+}
+
+int64_t Sequence::ExactBegin() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  int64_t begin = 0;
+  for (LayerCache* layer : Layers()) {
+    std::lock_guard<std::mutex> layer_lock(layer->mutex);
+    begin = std::max(begin, layer->exact_begin());
+  }
+  return std::min(begin, LengthLocked());
+}
+
+std::map<std::string, int64_t> Sequence::Bytes() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::map<std::string, int64_t> bytes;
+  for (auto& [name, layer] : layers_) {
+    std::lock_guard<std::mutex> layer_lock(layer->mutex);
+    bytes[name] = layer->nbytes();
+  }
+  return bytes;
+}
+
+LayerSnapshot Sequence::Snapshot(const std::string& layer) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = layers_.find(layer);
+  if (found == layers_.end()) Fail("[sequence ", id_, "] expected a layer that has run; found '", layer, "'");
+  std::lock_guard<std::mutex> layer_lock(found->second->mutex);
+  return found->second->Snapshot();
+}
+
+void Sequence::TruncateLocked(int64_t length) {
+  for (LayerCache* layer : Layers()) {
+    std::lock_guard<std::mutex> lock(layer->mutex);
+    layer->CheckTruncate(length);
+  }
+  for (LayerCache* layer : Layers()) {
+    std::lock_guard<std::mutex> lock(layer->mutex);
+    layer->Truncate(length);
+  }
+}
+
+void Sequence::Truncate(int64_t length) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const int64_t present = LengthLocked();
+  if (length < 0 || length > present)
+    Fail("[sequence ", id_, "] expected a length from 0 to ", present, " to truncate to; found ", length);
+  run_.fetch_add(1);  // a run under way must not write after this
+  TruncateLocked(length);
+}
+
+// A sequence belongs to the model that filled it, until it is empty or started again.
+bool Sequence::Bound(const std::string& fingerprint, const std::vector<std::string>& layers) const {
+  return fingerprint_ == fingerprint && layer_names_ == layers;
+}
+
+void Sequence::CheckBegin(const std::string& fingerprint, const std::vector<std::string>& layers, int64_t past) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!Bound(fingerprint, layers) && past != 0 && LengthLocked() > 0)
+    Fail("[sequence ", id_, "] expected the model it was started with (fingerprint ", fingerprint_, ", ",
+         layer_names_.size(), " layers); found another (fingerprint ", fingerprint, ", ", layers.size(), " layers)");
+  const int64_t present = LengthLocked();
+  if (past < -1 || past > present)
+    Fail("[sequence ", id_, "] expected a kv_past_length from -1 to the present length ", present, "; found ", past);
+  if (past < 0) return;
+  for (LayerCache* layer : Layers()) {
+    std::lock_guard<std::mutex> layer_lock(layer->mutex);
+    layer->CheckTruncate(past);
+  }
+}
+
+std::pair<int64_t, int64_t> Sequence::Begin(const std::string& fingerprint, const std::vector<std::string>& layers,
+                                            int64_t past) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  // From here on every layer refuses the older run; one that is inside a layer now is waited for below.
+  const int64_t run = run_.fetch_add(1) + 1;
+  if (!Bound(fingerprint, layers)) {
+    layers_.clear();
+    fingerprint_ = fingerprint;
+    layer_names_ = layers;
+  }
+  const int64_t present = LengthLocked();
+  const int64_t start = past < 0 ? present : std::min(past, present);
+  TruncateLocked(start);
+  return {start, run};
+}
+
+std::shared_ptr<LayerCache> Sequence::Layer(const std::string& layer, const CacheFormat& format) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::shared_ptr<LayerCache>& cache = layers_[layer];
+  if (cache == nullptr) cache = std::make_shared<LayerCache>(format);
+  if (cache->format() == format) return cache;
+  std::unique_lock<std::mutex> layer_lock(cache->mutex);
+  if (cache->length() > 0)
+    Fail("[layer '", layer, "'] expected what sequence ", id_, " already holds, ", cache->format().Describe(),
+         "; found ", format.Describe());
+  layer_lock.unlock();
+  cache = std::make_shared<LayerCache>(format);
+  return cache;
+}
+
+void Sequence::CheckRun(int64_t run, const std::string& layer) const {
+  if (run_.load() != run)
+    Fail("[layer '", layer, "'] sequence in use: expected run ", run, " to be the only one on sequence ", id_,
+         "; found that run ", run_.load(), " has begun, and stopped the older one");
+}
+
+SequenceTable& SequenceTable::Global() {
+  static SequenceTable* table = new SequenceTable;  // never destroyed: sessions may outlive static destructors
+  return *table;
+}
+
+std::shared_ptr<Sequence> SequenceTable::Create() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto sequence = std::make_shared<Sequence>(next_id_++);
+  sequences_[sequence->id()] = sequence;
+  return sequence;
+}
+
+void SequenceTable::Destroy(int64_t id) {
+  std::shared_ptr<Sequence> last;  // freed outside the lock
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = sequences_.find(id);
+  if (found == sequences_.end()) Fail("[sequence] expected the handle of a live sequence; found ", id);
+  last = std::move(found->second);
+  sequences_.erase(found);
+}
+
+std::shared_ptr<Sequence> SequenceTable::Find(int64_t id) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = sequences_.find(id);
+  if (found == sequences_.end()) Fail("[sequence] expected the handle of a live sequence; found ", id);
+  return found->second;
+}
+
+size_t SequenceTable::size() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return sequences_.size();
+}
+
+void SequenceTable::Publish(const std::string& token, std::shared_ptr<std::vector<int64_t>> rows) {
+  std::lock_guard<std::mutex> lock(published_mutex_);
+  for (auto it = published_.begin(); it != published_.end();)
+    it = it->second.expired() ? published_.erase(it) : std::next(it);
+  published_[token] = std::move(rows);
+}
+
+std::shared_ptr<std::vector<int64_t>> SequenceTable::Published(const std::string& token) {
+  std::lock_guard<std::mutex> lock(published_mutex_);
+  const auto found = published_.find(token);
+  return found == published_.end() ? nullptr : found->second.lock();
+}
+
+}  // namespace kvfuse

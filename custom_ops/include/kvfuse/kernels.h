@@ -1,0 +1,82 @@
+// The functions that one instruction set or device provides. Numerics, written once:
+//   * rounding is to nearest, ties to even; codes and int32 scores are identical on every path;
+//   * no contraction of a*b+c, f32 accumulators, key order 0, 1, 2, … in the softmax of the reference;
+//   * a rotated row with a non-finite element has codes 0 and NaN scales: it poisons the queries that see it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kvfuse/export.h"
+#include "kvfuse/format.h"
+
+namespace kvfuse {
+
+// f32 rows [heads][tokens][dim] of one batch row, any order of heads and tokens in memory.
+struct Rows {
+  const float* data = nullptr;
+  ptrdiff_t head_stride = 0, token_stride = 0;
+  const float* at(int64_t head, int64_t token) const { return data + head * head_stride + token * token_stride; }
+};
+
+// What attention reads of one layer of one sequence while a chunk is being added.
+struct CacheView {
+  const CacheFormat* format = nullptr;
+  const uint8_t* const* pages = nullptr;        // [ceil(encoded_end / kPageTokens)], null where freed
+  const float* const* exact_key_pages = nullptr;    // [kv_num_heads][kExactPageTokens][key dim] each
+  const float* const* exact_value_pages = nullptr;  // [kv_num_heads][kExactPageTokens][value dim] each
+  const float* sink_key = nullptr;              // [kv_num_heads][n_sink][key dim]
+  const float* sink_value = nullptr;            // [kv_num_heads][n_sink][value dim]
+  const uint16_t* const* block_means = nullptr;  // per block: [kv_num_heads][key dim] halves
+  int64_t exact_page_begin = 0;                 // number of the first exact page
+  int64_t exact_begin = 0;                      // exact rows are held from here on
+  int64_t past = 0, total = 0;                  // tokens before this chunk, and with it
+  Rows key, value;                              // the chunk: positions past .. total - 1, token index 0 first
+};
+
+struct AttendArgs {
+  CacheView cache;
+  Rows query;  // head 0 .. num_heads - 1, token 0 .. sequence_length - 1 at positions past + token
+  float* output = nullptr;
+  ptrdiff_t output_head_stride = 0, output_token_stride = 0;
+  int num_heads = 0;
+  float scale = 1.0f, softcap = 0.0f;
+  bool causal = false;
+  const uint8_t* padding = nullptr;  // [total], 0 = not attended; null: all attended
+  const float* bias = nullptr;       // null: none
+  ptrdiff_t bias_head_stride = 0, bias_query_stride = 0, bias_key_stride = 0;
+  const float* head_sink = nullptr;  // [num_heads], null: none
+  // The part of the work: all query heads of one kv head, query tokens [query_begin, query_end).
+  int kv_head = 0;
+  int64_t query_begin = 0, query_end = 0;
+};
+
+struct KernelTable {
+  const char* name;
+  // Block-diagonal normalized Walsh-Hadamard transform of one row, in place.
+  void (*rotate)(float* row, int dim);
+  // Quantizes one row (already centred and rotated where the format says so) to codes and scales.
+  void (*quantize_row)(const SideFormat& side, const float* row, uint8_t* codes, uint8_t* scales);
+  // Scores, softmax and weighted sum for one kv head and a range of queries.
+  void (*attend)(const AttendArgs& args);
+};
+
+struct KernelChoice {
+  std::string name;
+  std::string reason;  // empty: usable here; else why not
+};
+
+// The table in use: the best that this machine runs, or the one that KVFUSE_KERNEL names.
+// Throws Error when KVFUSE_KERNEL names none.
+KVFUSE_EXPORT const KernelTable& Kernels();
+KVFUSE_EXPORT std::vector<KernelChoice> KernelChoices();
+
+namespace reference {
+void Rotate(float* row, int dim);
+void QuantizeRow(const SideFormat& side, const float* row, uint8_t* codes, uint8_t* scales);
+void Attend(const AttendArgs& args);
+}  // namespace reference
+
+}  // namespace kvfuse

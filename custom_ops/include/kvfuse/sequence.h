@@ -1,0 +1,156 @@
+// Who owns the bytes: sequences, their layer caches, and the table of handles. No arithmetic here.
+//
+// A layer cache is addressed by position. A run writes at its past length and commits at the end, so a run
+// that fails in between leaves nothing torn: what lies beyond the committed length is not there.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "kvfuse/export.h"
+#include "kvfuse/format.h"
+#include "kvfuse/kernels.h"
+
+namespace kvfuse {
+
+// Fixed-size bytes, reference-counted so that sequences can share pages; written only by a sole owner.
+using Page = std::shared_ptr<std::vector<uint8_t>>;
+
+// A copy of what one layer of one sequence holds, in the canonical order, for tests and for saving.
+struct LayerSnapshot {
+  CacheFormat format;
+  int64_t length = 0, begin = 0, encoded_end = 0, exact_begin = 0;
+  std::vector<uint8_t> key_codes, value_codes;  // [kv_num_heads][encoded_end - begin][code bytes]
+  std::vector<float> key_scales, value_scales;  // [kv_num_heads][encoded_end - begin][groups]
+  std::vector<float> key_means;                 // [kv_num_heads][blocks][key dim]; empty unless centred
+  std::vector<float> exact_key, exact_value;    // [kv_num_heads][length - exact_begin][dim]
+  std::vector<float> sink_key, sink_value;      // [kv_num_heads][min(n_sink, length)][dim]
+};
+
+// K and V of one layer of one sequence. Not synchronized: callers hold `mutex`.
+class LayerCache {
+ public:
+  explicit LayerCache(const CacheFormat& format) : format_(format) {}
+
+  std::mutex mutex;
+
+  const CacheFormat& format() const { return format_; }
+  int64_t length() const { return length_; }
+  int64_t exact_begin() const { return exact_begin_; }
+  int64_t nbytes() const;
+
+  // A chunk in three steps. Prepare allocates all memory and copies what stays exact (may throw; nothing
+  // visible changes), EncodeHead writes the low-bit rows of one kv head (heads in parallel), Commit makes
+  // the chunk part of the cache and frees what has left the windows (never throws).
+  // View is what attention reads between Prepare and Commit.
+  void Prepare(int64_t past, int64_t count, const Rows& key, const Rows& value);
+  void EncodeHead(int head);
+  CacheView View() const;
+  void Commit();
+
+  // Drops tokens from `length` on. Throws Error when a sliding window has freed what is needed then.
+  void Truncate(int64_t length);
+  void CheckTruncate(int64_t length) const;
+
+  LayerSnapshot Snapshot() const;
+
+ private:
+  struct Chunk {
+    int64_t past = 0, total = 0;
+    Rows key, value;
+    int64_t encode_from = 0, encode_to = 0;  // positions that enter the low-bit store
+  };
+
+  int64_t KeepExactFrom(int64_t length) const;
+  int64_t ExactPage(int64_t position) const { return position / kExactPageTokens - exact_page_begin_; }
+  const float* FloatRow(bool key, int head, int64_t position) const;
+  void StoreExact(int64_t from);
+  void StoreSinks();
+  void RefreshPointers();
+
+  CacheFormat format_;
+  int64_t length_ = 0;
+  int64_t encoded_end_ = 0;  // the low-bit store holds [pages_begin_, encoded_end_)
+  int64_t pages_begin_ = 0;  // a sliding window has freed what lies before
+  int64_t exact_begin_ = 0;  // f32 rows are held from here to length_
+  std::vector<Page> pages_, means_;              // per kPageTokens tokens; per block
+  std::vector<Page> exact_keys_, exact_values_;  // per kExactPageTokens tokens, from exact_page_begin_ on
+  int64_t exact_page_begin_ = 0;
+  Page sink_key_, sink_value_;
+  Chunk chunk_;
+  // The same pages as plain pointers, for the kernels.
+  std::vector<const uint8_t*> page_pointers_;
+  std::vector<const uint16_t*> mean_pointers_;
+  std::vector<const float*> exact_key_pointers_, exact_value_pointers_;
+};
+
+// One token sequence through all layers of one model.
+class KVFUSE_EXPORT Sequence {
+ public:
+  explicit Sequence(int64_t id) : id_(id) {}
+
+  int64_t id() const { return id_; }
+
+  // Smallest committed length over the layers of the bound model; 0 before the first run.
+  int64_t Length();
+  // First position whose exact rows are still held in every layer.
+  int64_t ExactBegin();
+  std::map<std::string, int64_t> Bytes();
+  void Truncate(int64_t length);
+  LayerSnapshot Snapshot(const std::string& layer);
+
+  // Starts a run at `past` (-1: at the present length) and returns {past length, run number}. Any run still
+  // under way on this sequence is from now on refused by Layer. Check first with CheckBegin.
+  void CheckBegin(const std::string& fingerprint, const std::vector<std::string>& layers, int64_t past);
+  std::pair<int64_t, int64_t> Begin(const std::string& fingerprint, const std::vector<std::string>& layers,
+                                    int64_t past);
+
+  // The cache of one layer, made on first use. Throws Error when it holds tokens in another format.
+  std::shared_ptr<LayerCache> Layer(const std::string& layer, const CacheFormat& format);
+  // Throws Error when a newer run has begun; call it with the layer's mutex held.
+  void CheckRun(int64_t run, const std::string& layer) const;
+
+ private:
+  std::vector<LayerCache*> Layers();
+  bool Bound(const std::string& fingerprint, const std::vector<std::string>& layers) const;
+  int64_t LengthLocked();
+  void TruncateLocked(int64_t length);
+
+  const int64_t id_;
+  std::atomic<int64_t> run_{0};
+  std::mutex mutex_;  // guards all below, and is taken before any layer's mutex
+  std::string fingerprint_;
+  std::vector<std::string> layer_names_;  // of the bound model; empty: not bound yet
+  std::map<std::string, std::shared_ptr<LayerCache>> layers_;
+};
+
+// Handles of all sequences of this process.
+class KVFUSE_EXPORT SequenceTable {
+ public:
+  static SequenceTable& Global();
+
+  std::shared_ptr<Sequence> Create();
+  void Destroy(int64_t id);                   // throws Error for an unknown handle
+  std::shared_ptr<Sequence> Find(int64_t id);  // throws Error for an unknown handle
+  size_t size();
+
+  // A session's own sequences, findable by the token in its options ("kvfuse.session").
+  void Publish(const std::string& token, std::shared_ptr<std::vector<int64_t>> rows);
+  std::shared_ptr<std::vector<int64_t>> Published(const std::string& token);
+
+  std::mutex& published_mutex() { return published_mutex_; }
+
+ private:
+  std::mutex mutex_, published_mutex_;
+  int64_t next_id_ = 1;
+  std::unordered_map<int64_t, std::shared_ptr<Sequence>> sequences_;
+  std::unordered_map<std::string, std::weak_ptr<std::vector<int64_t>>> published_;
+};
+
+}  // namespace kvfuse

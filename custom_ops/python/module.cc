@@ -1,0 +1,128 @@
+// kvfuse._native: sequences and kernels for Python. No logic here; errors are ValueError with our sentence.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "kvfuse/error.h"
+#include "kvfuse/half.h"
+#include "kvfuse/kernels.h"
+#include "kvfuse/sequence.h"
+
+namespace py = pybind11;
+using kvfuse::SequenceTable;
+using FloatArray = py::array_t<float, py::array::c_style | py::array::forcecast>;
+
+namespace {
+
+template <typename T>
+py::array_t<T> Array(const std::vector<T>& values, std::vector<py::ssize_t> shape) {
+  py::array_t<T> array(shape);
+  if (array.size() != static_cast<py::ssize_t>(values.size())) throw kvfuse::Error("[native] expected matching sizes");
+  std::copy(values.begin(), values.end(), array.mutable_data());
+  return array;
+}
+
+FloatArray Rotate(const FloatArray& rows) {
+  FloatArray result(std::vector<py::ssize_t>(rows.shape(), rows.shape() + rows.ndim()));
+  std::copy(rows.data(), rows.data() + rows.size(), result.mutable_data());
+  const auto dim = static_cast<int>(rows.shape(rows.ndim() - 1));
+  for (py::ssize_t i = 0; dim > 0 && i < rows.size() / dim; ++i) kvfuse::Kernels().rotate(result.mutable_data() + i * dim, dim);
+  return result;
+}
+
+// (codes u8 [N, bytes], scales f32 [N, groups]) of rows f32 [N, D] that are rotated already.
+py::tuple Quantize(const FloatArray& rows, int bits, int group_size, const std::string& codes) {
+  if (rows.ndim() != 2) throw kvfuse::Error("[quantize] expected rows of 2 dimensions");
+  kvfuse::SideFormat side;
+  side.dim = static_cast<int>(rows.shape(1));
+  side.bits = bits;
+  side.group_size = group_size;
+  side.full = codes == "full";
+  py::array_t<uint8_t> packed({rows.shape(0), py::ssize_t{side.code_bytes()}});
+  FloatArray scales({rows.shape(0), py::ssize_t{side.groups()}});
+  std::vector<uint8_t> stored(side.scale_bytes());
+  for (py::ssize_t i = 0; i < rows.shape(0); ++i) {
+    kvfuse::Kernels().quantize_row(side, rows.data(i, 0), packed.mutable_data(i, 0), stored.data());
+    for (int g = 0; g < side.groups(); ++g) {
+      if (group_size == 0)
+        std::memcpy(scales.mutable_data(i, g), stored.data(), 4);
+      else
+        *scales.mutable_data(i, g) = kvfuse::HalfToFloat(reinterpret_cast<const uint16_t*>(stored.data())[g]);
+    }
+  }
+  return py::make_tuple(packed, scales);
+}
+
+FloatArray HalfRound(const FloatArray& values) {
+  FloatArray result(std::vector<py::ssize_t>(values.shape(), values.shape() + values.ndim()));
+  for (py::ssize_t i = 0; i < values.size(); ++i)
+    result.mutable_data()[i] = kvfuse::HalfToFloat(kvfuse::FloatToHalfSaturated(values.data()[i]));
+  return result;
+}
+
+py::dict DumpLayer(int64_t id, const std::string& layer) {
+  const kvfuse::LayerSnapshot shot = SequenceTable::Global().Find(id)->Snapshot(layer);
+  const kvfuse::CacheFormat& f = shot.format;
+  const py::ssize_t heads = f.kv_num_heads, encoded = shot.encoded_end - shot.begin;
+  const py::ssize_t exact = shot.length - shot.exact_begin, sinks = std::min(f.n_sink, shot.length);
+  py::dict out;
+  out["length"] = shot.length;
+  out["begin"] = shot.begin;
+  out["encoded_end"] = shot.encoded_end;
+  out["exact_begin"] = shot.exact_begin;
+  out["key_codes"] = Array(shot.key_codes, {heads, encoded, f.key.code_bytes()});
+  out["value_codes"] = Array(shot.value_codes, {heads, encoded, f.value.code_bytes()});
+  out["key_scales"] = Array(shot.key_scales, {heads, encoded, f.key.groups()});
+  out["value_scales"] = Array(shot.value_scales, {heads, encoded, f.value.groups()});
+  if (f.centered()) {
+    const py::ssize_t blocks = static_cast<py::ssize_t>(shot.key_means.size()) / (heads * f.key.dim);
+    out["key_means"] = Array(shot.key_means, {heads, blocks, f.key.dim});
+  }
+  out["exact_key"] = Array(shot.exact_key, {heads, exact, f.key.dim});
+  out["exact_value"] = Array(shot.exact_value, {heads, exact, f.value.dim});
+  out["sink_key"] = Array(shot.sink_key, {heads, sinks, f.key.dim});
+  out["sink_value"] = Array(shot.sink_value, {heads, sinks, f.value.dim});
+  return out;
+}
+
+py::object DefaultSequences(const std::string& token) {
+  SequenceTable& table = SequenceTable::Global();
+  const auto rows = table.Published(token);
+  if (rows == nullptr) return py::none();
+  std::lock_guard<std::mutex> lock(table.published_mutex());
+  return py::cast(*rows);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_native, m) {
+  py::register_exception_translator([](std::exception_ptr error) {
+    try {
+      if (error) std::rethrow_exception(error);
+    } catch (const kvfuse::Error& e) {
+      PyErr_SetString(PyExc_ValueError, e.what());
+    }
+  });
+  const auto find = [](int64_t id) { return SequenceTable::Global().Find(id); };
+  m.def("version", [] { return KVFUSE_VERSION; });
+  m.def("create_sequence", [] { return SequenceTable::Global().Create()->id(); });
+  m.def("destroy_sequence", [](int64_t id) { SequenceTable::Global().Destroy(id); });
+  m.def("live_sequences", [] { return SequenceTable::Global().size(); });
+  // These wait for a run that is inside a layer: let other Python threads go on meanwhile.
+  const py::call_guard<py::gil_scoped_release> unlocked;
+  m.def("sequence_length", [find](int64_t id) { return find(id)->Length(); }, unlocked);
+  m.def("sequence_exact_begin", [find](int64_t id) { return find(id)->ExactBegin(); }, unlocked);
+  m.def("sequence_nbytes", [find](int64_t id) { return find(id)->Bytes(); }, unlocked);
+  m.def("truncate_sequence", [find](int64_t id, int64_t length) { find(id)->Truncate(length); }, unlocked);
+  m.def("default_sequences", DefaultSequences, py::arg("token"));
+  m.def("dump_layer", DumpLayer, py::arg("id"), py::arg("layer"));
+  m.def("kernel_name", [] { return kvfuse::Kernels().name; });
+  m.def("kernels", [] {
+    py::list choices;
+    for (const kvfuse::KernelChoice& choice : kvfuse::KernelChoices()) choices.append(py::make_tuple(choice.name, choice.reason));
+    return choices;
+  });
+  m.def("rotate", Rotate, py::arg("rows"));
+  m.def("quantize", Quantize, py::arg("rows"), py::arg("bits"), py::arg("group_size"), py::arg("codes"));
+  m.def("half_round", HalfRound, py::arg("values"));
+}

@@ -1,0 +1,1 @@
+"""kvfuse: low-bit KV caches inside one stateful onnxruntime op."""

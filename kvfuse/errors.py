@@ -1,0 +1,25 @@
+"""The exceptions kvfuse raises; every message is one sentence: `[where] expected …; found …`."""
+
+
+class KVFuseError(Exception):
+    """Base of every error that kvfuse raises on purpose."""
+
+
+class ModelError(KVFuseError):
+    """The model file cannot be read, is not a valid ONNX model, or cannot be written."""
+
+
+class RefusedError(KVFuseError):
+    """`require_all` was asked for and at least one cache site was refused; no output was written."""
+
+
+class OptionError(KVFuseError):
+    """An option value is unknown or out of range."""
+
+
+class LibraryError(KVFuseError):
+    """The compiled library cannot be found, loaded or registered."""
+
+
+class SequenceError(KVFuseError):
+    """A sequence handle is unknown, in use, or cannot do what was asked."""
