@@ -178,8 +178,7 @@ void LayerCache::EncodeHead(int head) {
     }
     uint8_t* page = pages_[j / kPageTokens]->data();
     EncodeRow(format_.key, FloatRow(true, head, j), mean, page + format_.key_row_offset(head, j % kPageTokens));
-    EncodeRow(format_.value, FloatRow(false, head, j), nullptr,
-              page + format_.value_row_offset(head, j % kPageTokens));
+    EncodeRow(format_.value, FloatRow(false, head, j), nullptr, page + format_.value_row_offset(head, j % kPageTokens));
   }
 }
 

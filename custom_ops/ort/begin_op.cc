@@ -104,8 +104,8 @@ class BeginKernel {
     if (restart) {
       for (size_t b = wanted.size(); b < live; ++b) table.Find((*rows_)[b])->Truncate(0);
     } else if (live != 0 && live != wanted.size()) {
-      Fail(kWhere, " expected a batch of ", live, ", as the sequences under way have (kv_past_length = 0 starts again); found ",
-           wanted.size());
+      Fail(kWhere, " expected a batch of ", live,
+           ", as the sequences under way have (kv_past_length = 0 starts again); found ", wanted.size());
     }
   }
 

@@ -4,8 +4,7 @@
 #include "kvfuse/error.h"
 #include "kvfuse/export.h"
 
-extern "C" KVFUSE_EXPORT OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options,
-                                                                   const OrtApiBase* base) {
+extern "C" KVFUSE_EXPORT OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
   if (OrtStatus* status = kvfuse::NegotiateApi(base)) return status;
   return kvfuse::Guard([&] {
     // Ops and domain are shared by all sessions; onnxruntime copies neither and releases neither.

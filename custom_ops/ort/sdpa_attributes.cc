@@ -21,8 +21,7 @@ int64_t OneOf(const OrtKernelInfo* info, const std::string& where, const char* n
 int64_t AtLeast(const OrtKernelInfo* info, const std::string& where, const char* name, int64_t absent, int64_t least) {
   constexpr int64_t kMost = int64_t{1} << 40;  // leaves room for position arithmetic
   const int64_t value = IntAttribute(info, where, name, absent);
-  if (value < least || value > kMost)
-    Fail(where, " expected ", name, " of at least ", least, "; found ", value);
+  if (value < least || value > kMost) Fail(where, " expected ", name, " of at least ", least, "; found ", value);
   return value;
 }
 

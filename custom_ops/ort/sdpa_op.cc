@@ -81,7 +81,8 @@ struct Padding {
   Padding(const std::string& where, const Tensor& tensor, int64_t batch, int64_t total) {
     if (!tensor.present()) return;
     if (tensor.shape.size() != 2 || tensor.shape[0] != batch || tensor.shape[1] < total)
-      Fail(where, " expected key_padding of shape [", batch, ", ", total, "] or wider; found ", ShapeText(tensor.shape));
+      Fail(where, " expected key_padding of shape [", batch, ", ", total, "] or wider; found ",
+           ShapeText(tensor.shape));
     columns = tensor.shape[1];
     bytes.resize(tensor.size());
     switch (tensor.type) {
@@ -219,7 +220,8 @@ class SdpaKernel {
       rows[b].run = slot[2];
       for (int64_t earlier = 0; earlier < b; ++earlier)
         if (rows[earlier].sequence == rows[b].sequence)
-          Fail(attributes_.where, " expected each sequence in one row of the batch; found sequence ", slot[0], " twice");
+          Fail(attributes_.where, " expected each sequence in one row of the batch; found sequence ", slot[0],
+               " twice");
     }
     return rows;
   }
@@ -229,7 +231,8 @@ class SdpaKernel {
     std::lock_guard<std::mutex> lock(private_mutex_);
     const auto live = [](const std::shared_ptr<Sequence>& sequence) { return sequence->Length() > 0; };
     if (std::any_of(private_.begin(), private_.end(), live) && static_cast<int64_t>(private_.size()) != dims.batch)
-      Fail(attributes_.where, " expected a batch of ", private_.size(), ", as the state under way has; found ", dims.batch);
+      Fail(attributes_.where, " expected a batch of ", private_.size(), ", as the state under way has; found ",
+           dims.batch);
     private_.resize(dims.batch);
     std::vector<Row> rows(dims.batch);
     for (int64_t b = 0; b < dims.batch; ++b) {
@@ -243,7 +246,8 @@ class SdpaKernel {
   void LockRows(std::vector<Row>& rows, const CacheFormat& format, bool slotted) const {
     std::vector<Row*> order;
     for (Row& row : rows) order.push_back(&row);
-    std::sort(order.begin(), order.end(), [](const Row* a, const Row* b) { return a->sequence->id() < b->sequence->id(); });
+    std::sort(order.begin(), order.end(),
+              [](const Row* a, const Row* b) { return a->sequence->id() < b->sequence->id(); });
     for (Row* row : order) {
       row->cache = row->sequence->Layer(attributes_.layer, format);
       row->lock = std::unique_lock<std::mutex>(row->cache->mutex);

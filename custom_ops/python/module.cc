@@ -26,7 +26,8 @@ FloatArray Rotate(const FloatArray& rows) {
   FloatArray result(std::vector<py::ssize_t>(rows.shape(), rows.shape() + rows.ndim()));
   std::copy(rows.data(), rows.data() + rows.size(), result.mutable_data());
   const auto dim = static_cast<int>(rows.shape(rows.ndim() - 1));
-  for (py::ssize_t i = 0; dim > 0 && i < rows.size() / dim; ++i) kvfuse::Kernels().rotate(result.mutable_data() + i * dim, dim);
+  for (py::ssize_t i = 0; dim > 0 && i < rows.size() / dim; ++i)
+    kvfuse::Kernels().rotate(result.mutable_data() + i * dim, dim);
   return result;
 }
 
@@ -119,7 +120,8 @@ PYBIND11_MODULE(_native, m) {
   m.def("kernel_name", [] { return kvfuse::Kernels().name; });
   m.def("kernels", [] {
     py::list choices;
-    for (const kvfuse::KernelChoice& choice : kvfuse::KernelChoices()) choices.append(py::make_tuple(choice.name, choice.reason));
+    for (const kvfuse::KernelChoice& choice : kvfuse::KernelChoices())
+      choices.append(py::make_tuple(choice.name, choice.reason));
     return choices;
   });
   m.def("rotate", Rotate, py::arg("rows"));

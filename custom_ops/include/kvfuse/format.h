@@ -34,9 +34,9 @@ struct SideFormat {
 struct CacheFormat {
   int kv_num_heads = 0;
   SideFormat key, value;
-  int64_t n_recent = 0;     // newest tokens used exactly
-  int64_t block = 1;        // granularity of the exact window
-  int64_t n_sink = 0;       // first tokens used exactly for ever
+  int64_t n_recent = 0;      // newest tokens used exactly
+  int64_t block = 1;         // granularity of the exact window
+  int64_t n_sink = 0;        // first tokens used exactly for ever
   int64_t window_left = -1;  // sliding window; -1: none
   bool center_keys = false;  // subtract each block's mean key before quantizing
 
@@ -60,9 +60,7 @@ struct CacheFormat {
   // Layout of a low-bit page: for each kv head, key rows then value rows; a row is codes, then scales.
   int64_t head_page_bytes() const { return int64_t{kPageTokens} * (key.row_bytes() + value.row_bytes()); }
   int64_t page_bytes() const { return kv_num_heads * head_page_bytes(); }
-  int64_t key_row_offset(int head, int64_t token) const {
-    return head * head_page_bytes() + token * key.row_bytes();
-  }
+  int64_t key_row_offset(int head, int64_t token) const { return head * head_page_bytes() + token * key.row_bytes(); }
   int64_t value_row_offset(int head, int64_t token) const {
     return head * head_page_bytes() + int64_t{kPageTokens} * key.row_bytes() + token * value.row_bytes();
   }

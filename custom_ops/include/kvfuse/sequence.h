@@ -76,9 +76,9 @@ class LayerCache {
 
   CacheFormat format_;
   int64_t length_ = 0;
-  int64_t encoded_end_ = 0;  // the low-bit store holds [pages_begin_, encoded_end_)
-  int64_t pages_begin_ = 0;  // a sliding window has freed what lies before
-  int64_t exact_begin_ = 0;  // f32 rows are held from here to length_
+  int64_t encoded_end_ = 0;                      // the low-bit store holds [pages_begin_, encoded_end_)
+  int64_t pages_begin_ = 0;                      // a sliding window has freed what lies before
+  int64_t exact_begin_ = 0;                      // f32 rows are held from here to length_
   std::vector<Page> pages_, means_;              // per kPageTokens tokens; per block
   std::vector<Page> exact_keys_, exact_values_;  // per kExactPageTokens tokens, from exact_page_begin_ on
   int64_t exact_page_begin_ = 0;
@@ -136,7 +136,7 @@ class KVFUSE_EXPORT SequenceTable {
   static SequenceTable& Global();
 
   std::shared_ptr<Sequence> Create();
-  void Destroy(int64_t id);                   // throws Error for an unknown handle
+  void Destroy(int64_t id);                    // throws Error for an unknown handle
   std::shared_ptr<Sequence> Find(int64_t id);  // throws Error for an unknown handle
   size_t size();
 

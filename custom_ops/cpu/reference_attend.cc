@@ -1,72 +1,14 @@
-// The specification, in scalar code: rotate -> quantize -> score -> softmax -> weighted sum -> rotate back.
-// Everything faster must give the same integers; float stages may add in another order.
-#include <algorithm>
-#include <cmath>
-#include <cstring>
+// The specification, second half: score -> softmax -> weighted sum -> rotate back. Scalar code; everything
+// faster must give the same integer scores, while float stages may add in another order.
 #include <limits>
 #include <vector>
 
-#include "kvfuse/half.h"
-#include "kvfuse/kernels.h"
+#include "reference.h"
 
 namespace kvfuse::reference {
 namespace {
 
 constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
-
-// The largest power of two that fits: 80 -> 64, then 16.
-int HadamardBlock(int dim) {
-  int block = 1;
-  while (block * 2 <= dim) block *= 2;
-  return block;
-}
-
-bool AllFinite(const float* row, int dim) {
-  return std::all_of(row, row + dim, [](float x) { return std::isfinite(x); });
-}
-
-// code = clamp(rint(x / scale), low, high)
-int Code(float x, float scale, float low, float high) {
-  return static_cast<int>(std::clamp(std::nearbyintf(x / scale), low, high));
-}
-
-// Two's complement nibbles, even channel low.
-int Nibble(const uint8_t* codes, int channel) {
-  const int nibble = (codes[channel / 2] >> (channel % 2 * 4)) & 15;
-  return nibble - ((nibble & 8) << 1);
-}
-
-float ScaleOf(const SideFormat& side, const uint8_t* scales, int group) {
-  if (side.group_size == 0) {
-    float scale;
-    std::memcpy(&scale, scales, sizeof scale);
-    return scale;
-  }
-  uint16_t half;
-  std::memcpy(&half, scales + 2 * group, sizeof half);
-  return HalfToFloat(half);
-}
-
-// The scale of one group, as stored: from max |x|, or for full 4-bit codes from the extreme with its sign.
-float GroupScale(const SideFormat& side, const float* x, int count) {
-  float extreme = 0.0f;
-  for (int i = 0; i < count; ++i)
-    if (std::fabs(x[i]) > std::fabs(extreme)) extreme = x[i];
-  float scale = side.bits == 8 ? std::fabs(extreme) / 127.0f
-                : side.full    ? extreme / -8.0f
-                               : std::fabs(extreme) / 7.0f;
-  if (side.group_size != 0) scale = HalfToFloat(FloatToHalfSaturated(scale));
-  return scale == 0.0f ? 1.0f : scale;
-}
-
-void StoreScale(const SideFormat& side, float scale, int group, uint8_t* scales) {
-  if (side.group_size == 0) {
-    std::memcpy(scales, &scale, sizeof scale);
-  } else {
-    const uint16_t half = FloatToHalf(scale);
-    std::memcpy(scales + 2 * group, &half, sizeof half);
-  }
-}
 
 float Dot(const float* a, const float* b, int count) {
   float sum = 0.0f;
@@ -101,12 +43,12 @@ struct LowBitRow {
 
 // One query head at one position, with its running softmax.
 struct Query {
-  const float* exact;          // [dim], as given
-  std::vector<int8_t> codes;   // int8 codes of the rotated query
-  float scale = 1.0f;          // of those codes
+  const float* exact;         // [dim], as given
+  std::vector<int8_t> codes;  // int8 codes of the rotated query
+  float scale = 1.0f;         // of those codes
   int64_t position, begin, end, exact_from;
   const float* bias;
-  float mean_score = 0.0f;     // q . mean of `mean_block`
+  float mean_score = 0.0f;  // q . mean of `mean_block`
   int64_t mean_block = -1;
   float maximum = kNegativeInfinity, sum = 0.0f;
   std::vector<float> rotated_sum, exact_sum;  // weighted values in the two bases
@@ -163,7 +105,8 @@ Query MakeQuery(const AttendArgs& args, int head, int64_t token) {
   query.begin = format.window_left < 0 ? 0 : std::max<int64_t>(0, query.position - format.window_left);
   query.end = args.causal ? query.position + 1 : cache.total;
   query.exact_from = std::max(cache.exact_begin, format.ExactFrom(query.position));
-  query.bias = args.bias == nullptr ? nullptr : args.bias + head * args.bias_head_stride + token * args.bias_query_stride;
+  query.bias =
+      args.bias == nullptr ? nullptr : args.bias + head * args.bias_head_stride + token * args.bias_query_stride;
   query.Quantize(format.key);
   query.rotated_sum.assign(format.value.dim, 0.0f);
   query.exact_sum.assign(format.value.dim, 0.0f);
@@ -179,57 +122,12 @@ const float* ExactRow(const CacheView& cache, bool key, int head, int64_t j) {
   const int dim = key ? format.key.dim : format.value.dim;
   if (j >= cache.past) return (key ? cache.key : cache.value).at(head, j - cache.past);
   if (j < format.n_sink) return (key ? cache.sink_key : cache.sink_value) + (head * format.n_sink + j) * dim;
-  const float* page = (key ? cache.exact_key_pages
-                           : cache.exact_value_pages)[j / kExactPageTokens - cache.exact_page_begin];
+  const float* page =
+      (key ? cache.exact_key_pages : cache.exact_value_pages)[j / kExactPageTokens - cache.exact_page_begin];
   return page + (int64_t{head} * kExactPageTokens + j % kExactPageTokens) * dim;
 }
 
 }  // namespace
-
-// Normalized fast Walsh-Hadamard transform, natural order, stages 1, 2, 4, …, one multiplication at the end;
-// block-diagonal over the binary decomposition of dim. (QuaRot, arXiv:2404.00456, uses it for the KV cache.)
-void Rotate(float* row, int dim) {
-  while (dim > 1) {
-    const int block = HadamardBlock(dim);
-    for (int half = 1; half < block; half *= 2)
-      for (int start = 0; start < block; start += 2 * half)
-        for (int i = start; i < start + half; ++i) {
-          const float a = row[i], b = row[i + half];
-          row[i] = a + b;
-          row[i + half] = a - b;
-        }
-    const float norm = 1.0f / std::sqrt(static_cast<float>(block));
-    for (int i = 0; i < block; ++i) row[i] *= norm;
-    row += block;
-    dim -= block;
-  }
-}
-
-void QuantizeRow(const SideFormat& side, const float* row, uint8_t* codes, uint8_t* scales) {
-  if (!side.scaled()) {
-    for (int i = 0; i < side.dim; ++i) {
-      const uint16_t half = FloatToHalfSaturated(row[i]);
-      std::memcpy(codes + 2 * i, &half, sizeof half);
-    }
-    return;
-  }
-  std::memset(codes, 0, side.code_bytes());
-  const bool finite = AllFinite(row, side.dim);
-  const float high = side.bits == 8 ? 127.0f : 7.0f;
-  const float low = side.bits == 4 && side.full ? -8.0f : -high;
-  for (int g = 0; g < side.groups(); ++g) {
-    const int first = g * side.group_width(), last = std::min(side.dim, first + side.group_width());
-    const float scale = finite ? GroupScale(side, row + first, last - first) : std::numeric_limits<float>::quiet_NaN();
-    StoreScale(side, scale, g, scales);
-    for (int i = first; finite && i < last; ++i) {
-      const int code = Code(row[i], scale, low, high);
-      if (side.bits == 8)
-        codes[i] = static_cast<uint8_t>(code);
-      else
-        codes[i / 2] |= static_cast<uint8_t>((code & 15) << (i % 2 * 4));
-    }
-  }
-}
 
 void Attend(const AttendArgs& args) {
   const CacheView& cache = args.cache;

@@ -1,0 +1,53 @@
+# make demo    build everything, rewrite a real model, run it beside the original, print the table
+# make test    build everything, lint, type-check, run all tests
+# make check   the part of `make test` that runs no tests;  make fix  applies what can be applied
+VENV ?= .venv
+PYTHON ?= python3
+BIN = $(VENV)/bin
+MINIMUM_ORT = 1.24.4
+export PYTHON_IN_VENV = $(abspath $(BIN))/python
+
+.PHONY: setup demo test test-minimum check fix clean
+
+# One stamp per input of the build: sources are only compiled again when one changed.
+NATIVE = $(shell find custom_ops -type f) pyproject.toml
+STAMP = $(VENV)/.kvfuse-installed
+
+setup: $(STAMP)
+
+$(VENV)/.kvfuse-dependencies: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/python -m pip install --quiet --group dev "scikit-build-core>=0.11,<2" "pybind11>=3.0,<4" cmake ninja
+	touch $@
+
+$(STAMP): $(VENV)/.kvfuse-dependencies $(NATIVE)
+	tools/get_onnxruntime_headers.sh
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[models]"
+	touch $@
+
+demo: setup
+	$(BIN)/python models/demo.py
+
+test: check test-minimum
+	$(BIN)/python -m pytest
+
+# The declared minimum of onnxruntime, beside the environment rather than in it.
+test-minimum: setup
+	test -d build/onnxruntime-$(MINIMUM_ORT) || $(BIN)/python -m pip install --quiet --no-deps \
+	  --target build/onnxruntime-$(MINIMUM_ORT) "onnxruntime==$(MINIMUM_ORT)"
+	PYTHONPATH=build/onnxruntime-$(MINIMUM_ORT) KVFUSE_EXPECT_ORT=$(MINIMUM_ORT) $(BIN)/python -m pytest -q tests/ops tests/e2e
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $$(find custom_ops -name '*.cc' -o -name '*.h')
+	PYTHON=$(PYTHON_IN_VENV) tools/typecheck.sh
+
+fix: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $$(find custom_ops -name '*.cc' -o -name '*.h')
+
+clean:
+	rm -rf build $(VENV)

@@ -1,0 +1,18 @@
+"""Paths and the few fixtures that all suites share."""
+
+import os
+import sys
+from pathlib import Path
+
+import onnxruntime
+
+ROOT = Path(__file__).resolve().parents[1]
+# Last, so that an installed kvfuse wins over the source folder of the same name.
+sys.path += [str(ROOT), str(ROOT / "tests")]
+
+# Errors under test are printed by onnxruntime as well; keep the output readable.
+onnxruntime.set_default_logger_severity(4)
+
+expected = os.environ.get("KVFUSE_EXPECT_ORT")
+if expected and not onnxruntime.__version__.startswith(expected):
+    raise RuntimeError(f"[tests] expected onnxruntime {expected}; found {onnxruntime.__version__}")
