@@ -19,10 +19,17 @@ inline int Code(float x, float scale, float low, float high) {
   return static_cast<int>(std::clamp(std::nearbyintf(x / scale), low, high));
 }
 
-// Two's complement nibbles, even channel low.
-inline int Nibble(const uint8_t* codes, int channel) {
-  const int nibble = (codes[channel / 2] >> (channel % 2 * 4)) & 15;
-  return nibble - ((nibble & 8) << 1);
+// Bytes, or two's complement nibbles with the even channel low.
+inline void UnpackCodes(const SideFormat& side, const uint8_t* row, int8_t* codes) {
+  if (side.bits == 8) {
+    std::memcpy(codes, row, side.dim);
+    return;
+  }
+  for (int i = 0; i + 1 < side.dim; i += 2) {
+    codes[i] = static_cast<int8_t>(static_cast<int8_t>(row[i / 2] << 4) >> 4);
+    codes[i + 1] = static_cast<int8_t>(static_cast<int8_t>(row[i / 2]) >> 4);
+  }
+  if (side.dim % 2 == 1) codes[side.dim - 1] = static_cast<int8_t>(static_cast<int8_t>(row[side.dim / 2] << 4) >> 4);
 }
 
 // The stored scale of one group.

@@ -34,10 +34,12 @@ struct LowBitRow {
     }
     codes.resize(side.dim);
     scales.resize(side.groups());
-    for (int i = 0; i < side.dim; ++i)
-      codes[i] = static_cast<int8_t>(side.bits == 8 ? static_cast<int8_t>(row[i]) : Nibble(row, i));
-    for (int g = 0; g < side.groups(); ++g) scales[g] = ScaleOf(side, stored, g);
-    for (int i = 0; i < side.dim; ++i) values[i] = scales[i / side.group_width()] * static_cast<float>(codes[i]);
+    UnpackCodes(side, row, codes.data());
+    for (int g = 0; g < side.groups(); ++g) {
+      scales[g] = ScaleOf(side, stored, g);
+      const int first = g * side.group_width(), last = std::min(side.dim, first + side.group_width());
+      for (int i = first; i < last; ++i) values[i] = scales[g] * static_cast<float>(codes[i]);
+    }
   }
 };
 

@@ -113,6 +113,9 @@ std::pair<int64_t, int64_t> Sequence::Begin(const std::string& fingerprint, cons
 
 std::shared_ptr<LayerCache> Sequence::Layer(const std::string& layer, const CacheFormat& format) {
   std::lock_guard<std::mutex> lock(mutex_);
+  if (!layer_names_.empty() && std::find(layer_names_.begin(), layer_names_.end(), layer) == layer_names_.end())
+    Fail("[layer '", layer, "'] expected a layer key that the graph's KvCacheBegin lists; found none of its ",
+         layer_names_.size(), " keys equal");
   std::shared_ptr<LayerCache>& cache = layers_[layer];
   if (cache == nullptr) cache = std::make_shared<LayerCache>(format);
   if (cache->format() == format) return cache;

@@ -127,9 +127,10 @@ int64_t IntAttribute(const OrtKernelInfo* info, const std::string& where, const 
   return HasAttribute(Api().KernelInfoGetAttribute_int64(info, name, &value), where, name) ? value : absent;
 }
 
-float FloatAttribute(const OrtKernelInfo* info, const std::string& where, const char* name, float absent) {
+std::optional<float> FloatAttribute(const OrtKernelInfo* info, const std::string& where, const char* name) {
   float value = 0;
-  return HasAttribute(Api().KernelInfoGetAttribute_float(info, name, &value), where, name) ? value : absent;
+  if (!HasAttribute(Api().KernelInfoGetAttribute_float(info, name, &value), where, name)) return std::nullopt;
+  return value;
 }
 
 std::string StringAttribute(const OrtKernelInfo* info, const std::string& where, const char* name,

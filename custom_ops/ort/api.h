@@ -6,6 +6,7 @@
 #include <onnxruntime_c_api.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -47,7 +48,7 @@ Tensor Input(OrtKernelContext* context, size_t index);
 Tensor Output(OrtKernelContext* context, size_t index, const std::vector<int64_t>& shape);
 
 int64_t IntAttribute(const OrtKernelInfo* info, const std::string& where, const char* name, int64_t absent);
-float FloatAttribute(const OrtKernelInfo* info, const std::string& where, const char* name, float absent);
+std::optional<float> FloatAttribute(const OrtKernelInfo* info, const std::string& where, const char* name);
 std::string StringAttribute(const OrtKernelInfo* info, const std::string& where, const char* name,
                             const std::string& absent);
 std::string NodeName(const OrtKernelInfo* info);

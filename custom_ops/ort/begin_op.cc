@@ -19,8 +19,9 @@ class BeginKernel {
     fingerprint_ = StringAttribute(info, kWhere, "fingerprint", "");
     std::istringstream layers(StringAttribute(info, kWhere, "layers", ""));
     for (std::string layer; std::getline(layers, layer);) layers_.push_back(layer);
-    std::set<std::string> unique(layers_.begin(), layers_.end());
-    if (unique.size() != layers_.size()) Fail(kWhere, " expected every layer key once; found a key twice");
+    std::set<std::string> unique;
+    for (const std::string& layer : layers_)
+      if (!unique.insert(layer).second) Fail(kWhere, " expected every layer key once; found '", layer, "' twice");
     const int64_t uniform = IntAttribute(info, kWhere, "uniform", 1);
     if (uniform != 0 && uniform != 1) Fail(kWhere, " expected uniform to be 0 or 1; found ", uniform);
     uniform_ = uniform == 1;

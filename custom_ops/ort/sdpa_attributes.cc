@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <vector>
 
 #include "kvfuse/error.h"
@@ -42,11 +41,10 @@ SdpaAttributes ReadSdpaAttributes(const OrtKernelInfo* info) {
   a.where = a.layer.empty() ? "[QuantizedKvSdpa '" + NodeName(info) + "']" : "[layer '" + a.layer + "']";
   if (a.layer.find('\n') != std::string::npos) Fail(a.where, " expected a layer key of one line; found a line break");
   a.axis = static_cast<int>(OneOf(info, a.where, "axis", 2, {1, 2}));
-  a.scale = FloatAttribute(info, a.where, "scale", std::numeric_limits<float>::quiet_NaN());
-  a.has_scale = !std::isnan(a.scale);
-  if (std::isinf(a.scale)) Fail(a.where, " expected a finite scale; found ", a.scale);
+  a.scale = FloatAttribute(info, a.where, "scale");
+  if (a.scale && !std::isfinite(*a.scale)) Fail(a.where, " expected a finite scale; found ", *a.scale);
   a.causal = OneOf(info, a.where, "causal", 0, {0, 1}) == 1;
-  a.softcap = FloatAttribute(info, a.where, "softcap", 0.0f);
+  a.softcap = FloatAttribute(info, a.where, "softcap").value_or(0.0f);
   if (!(a.softcap >= 0.0f) || std::isinf(a.softcap))
     Fail(a.where, " expected softcap of 0 (off) or a positive number; found ", a.softcap);
 

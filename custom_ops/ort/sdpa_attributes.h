@@ -1,6 +1,7 @@
 // The attributes of kvfuse::QuantizedKvSdpa, read and checked once, when the kernel is made.
 #pragma once
 
+#include <optional>
 #include <string>
 
 #include "api.h"
@@ -12,8 +13,7 @@ struct SdpaAttributes {
   std::string layer;  // the state key
   std::string where;  // "[layer 'x']", or the node's name where there is no key: begins every sentence
   int axis = 2;
-  bool has_scale = false;
-  float scale = 0.0f;
+  std::optional<float> scale;  // absent: 1 / sqrt(head_dim)
   bool causal = false;
   float softcap = 0.0f;
   CacheFormat format;  // without the sizes, which come with the first tensors

@@ -63,7 +63,7 @@ struct Bias {
     ptrdiff_t* strides[4] = {&batch, &head, &query, &key};
     ptrdiff_t stride = 1;
     for (int i = 3; i >= 0; --i) {
-      const bool fits = shape[i] == 1 || shape[i] == expected[i] || (i == 3 && shape[i] > expected[i]);
+      const bool fits = shape[i] == 1 || shape[i] == expected[i];
       if (!fits)
         Fail(where, " expected attention_bias broadcastable to [", dims.batch, ", ", dims.num_heads, ", ",
              dims.sequence_length, ", ", total, "]; found ", ShapeText(tensor.shape));
@@ -170,15 +170,15 @@ class SdpaKernel {
     AttendArgs args;
     args.output = half ? wide.data() : output.data<float>();
     args.num_heads = static_cast<int>(dims.num_heads);
-    args.scale = attributes_.has_scale ? attributes_.scale : 1.0f / std::sqrt(static_cast<float>(dims.head_dim));
+    args.scale = attributes_.scale.value_or(1.0f / std::sqrt(static_cast<float>(dims.head_dim)));
     args.softcap = attributes_.softcap;
     args.causal = attributes_.causal;
     args.head_sink = head_sink.data;
 
     Append(context, rows, key.data, value.data, dims);
     Attend(context, rows, args, query.data, bias, padding, dims);
-    if (half)
-      for (size_t i = 0; i < wide.size(); ++i) output.data<uint16_t>()[i] = FloatToHalf(wide[i]);
+    if (half)  // a quantized value may pass the largest half, which its original did not
+      for (size_t i = 0; i < wide.size(); ++i) output.data<uint16_t>()[i] = FloatToHalfSaturated(wide[i]);
     for (Row& row : rows) row.cache->Commit();
   }
 
@@ -199,7 +199,7 @@ class SdpaKernel {
            attributes_.axis, "); found ", ShapeText(k));
     if (v[0] != k[0] || v[token_axis] != k[token_axis] || v[head_axis] != k[head_axis])
       Fail(where, " expected value with the batch, heads and tokens of key ", ShapeText(k), "; found ", ShapeText(v));
-    if (d.kv_num_heads < 1 || d.num_heads % d.kv_num_heads != 0)
+    if (d.num_heads < 1 || d.kv_num_heads < 1 || d.num_heads % d.kv_num_heads != 0)
       Fail(where, " expected num_heads to be a multiple of kv_num_heads; found ", d.num_heads, " and ", d.kv_num_heads);
     if (d.head_dim < 1 || d.value_head_dim < 1 || d.head_dim > 65536 || d.value_head_dim > 65536)
       Fail(where, " expected head sizes from 1 to 65536; found ", d.head_dim, " and ", d.value_head_dim);

@@ -33,7 +33,12 @@ FloatArray Rotate(const FloatArray& rows) {
 
 // (codes u8 [N, bytes], scales f32 [N, groups]) of rows f32 [N, D] that are rotated already.
 py::tuple Quantize(const FloatArray& rows, int bits, int group_size, const std::string& codes) {
-  if (rows.ndim() != 2) throw kvfuse::Error("[quantize] expected rows of 2 dimensions");
+  if (rows.ndim() != 2) kvfuse::Fail("[quantize] expected rows of 2 dimensions; found ", rows.ndim());
+  if (bits != 4 && bits != 8 && bits != 16) kvfuse::Fail("[quantize] expected bits 4, 8 or 16; found ", bits);
+  if (group_size != 0 && group_size != 32 && group_size != 64)
+    kvfuse::Fail("[quantize] expected group_size 0, 32 or 64; found ", group_size);
+  if (codes != "symmetric" && codes != "full")
+    kvfuse::Fail("[quantize] expected codes 'symmetric' or 'full'; found '", codes, "'");
   kvfuse::SideFormat side;
   side.dim = static_cast<int>(rows.shape(1));
   side.bits = bits;
