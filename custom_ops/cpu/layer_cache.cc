@@ -201,20 +201,25 @@ CacheView LayerCache::View() const {
 }
 
 void LayerCache::Commit() {
+  undo_begin_ = exact_begin_;
+  undo_end_ = chunk_.past;
   length_ = chunk_.total;
   encoded_end_ = chunk_.encode_to;
   exact_begin_ = std::max(exact_begin_, KeepExactFrom(length_));
-  const int64_t gone = std::min<int64_t>(exact_begin_ / kExactPageTokens - exact_page_begin_, exact_keys_.size());
+  chunk_ = {};
+}
+
+void LayerCache::Settle() {
+  undo_end_ = -1;
+  const int64_t gone = std::clamp<int64_t>(exact_begin_ / kExactPageTokens - exact_page_begin_, 0, exact_keys_.size());
   for (std::vector<Page>* pages : {&exact_keys_, &exact_values_}) pages->erase(pages->begin(), pages->begin() + gone);
   exact_page_begin_ += gone;
-  if (format_.window_left >= 0) {
-    const int64_t unseen = std::max<int64_t>(0, length_ - format_.window_left - kRollbackSlack);
-    const int64_t pages = std::min(unseen, encoded_end_) / kPageTokens;
-    pages_begin_ = std::max(pages_begin_, pages * kPageTokens);
-    FreeFront(pages_, pages);
-    FreeFront(means_, pages_begin_ / format_.block);
-  }
-  chunk_ = {};
+  if (format_.window_left < 0) return;
+  const int64_t unseen = std::max<int64_t>(0, length_ - format_.window_left - kRollbackSlack);
+  const int64_t pages = std::min(unseen, encoded_end_) / kPageTokens;
+  pages_begin_ = std::max(pages_begin_, pages * kPageTokens);
+  FreeFront(pages_, pages);
+  FreeFront(means_, pages_begin_ / format_.block);
 }
 
 void LayerCache::CheckTruncate(int64_t length) const {
@@ -227,6 +232,8 @@ void LayerCache::Truncate(int64_t length) {
   if (length >= length_) return;
   CheckTruncate(length);
   length_ = length;
+  if (length <= undo_end_) exact_begin_ = undo_begin_;
+  undo_end_ = -1;
   exact_begin_ = std::min(exact_begin_, length);
   // A block that is open again counts as not encoded while its floats are there; else it stays low-bit.
   encoded_end_ = std::min(encoded_end_, std::max(format_.EncodedEnd(length), exact_begin_));

@@ -72,6 +72,7 @@ void Sequence::Truncate(int64_t length) {
   if (length < 0 || length > present)
     Fail("[sequence ", id_, "] expected a length from 0 to ", present, " to truncate to; found ", length);
   run_.fetch_add(1);  // a run under way must not write after this
+  pending_.reset();
   TruncateLocked(length);
 }
 
@@ -100,32 +101,53 @@ std::pair<int64_t, int64_t> Sequence::Begin(const std::string& fingerprint, cons
   std::lock_guard<std::mutex> lock(mutex_);
   // From here on every layer refuses the older run; one that is inside a layer now is waited for below.
   const int64_t run = run_.fetch_add(1) + 1;
-  if (!Bound(fingerprint, layers)) {
-    layers_.clear();
-    fingerprint_ = fingerprint;
-    layer_names_ = layers;
-  }
-  const int64_t present = LengthLocked();
+  const int64_t present = Bound(fingerprint, layers) ? LengthLocked() : 0;
   const int64_t start = past < 0 ? present : std::min(past, present);
-  TruncateLocked(start);
+  pending_ = Pending{start, fingerprint, layers};
   return {start, run};
 }
 
-std::shared_ptr<LayerCache> Sequence::Layer(const std::string& layer, const CacheFormat& format) {
+void Sequence::CheckLayer(int64_t run, const std::string& layer, const CacheFormat& format) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!layer_names_.empty() && std::find(layer_names_.begin(), layer_names_.end(), layer) == layer_names_.end())
+  CheckRun(run, layer);
+  const std::vector<std::string>& names = pending_ ? pending_->layers : layer_names_;
+  if (!names.empty() && std::find(names.begin(), names.end(), layer) == names.end())
     Fail("[layer '", layer, "'] expected a layer key that the graph's KvCacheBegin lists; found none of its ",
-         layer_names_.size(), " keys equal");
-  std::shared_ptr<LayerCache>& cache = layers_[layer];
-  if (cache == nullptr) cache = std::make_shared<LayerCache>(format);
-  if (cache->format() == format) return cache;
-  std::unique_lock<std::mutex> layer_lock(cache->mutex);
-  if (cache->length() > 0)
-    Fail("[layer '", layer, "'] expected what sequence ", id_, " already holds, ", cache->format().Describe(),
+         names.size(), " keys equal");
+  if (pending_ && (pending_->start == 0 || !Bound(pending_->fingerprint, pending_->layers))) return;  // starts empty
+  const auto found = layers_.find(layer);
+  if (found == layers_.end() || found->second->format() == format) return;
+  std::lock_guard<std::mutex> layer_lock(found->second->mutex);
+  if (found->second->length() > 0)
+    Fail("[layer '", layer, "'] expected what sequence ", id_, " already holds, ", found->second->format().Describe(),
          "; found ", format.Describe());
-  layer_lock.unlock();
-  cache = std::make_shared<LayerCache>(format);
+}
+
+std::shared_ptr<LayerCache> Sequence::StartLayer(int64_t run, const std::string& layer, const CacheFormat& format) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  CheckRun(run, layer);
+  if (pending_) {
+    if (!Bound(pending_->fingerprint, pending_->layers)) {
+      layers_.clear();
+      fingerprint_ = pending_->fingerprint;
+      layer_names_ = pending_->layers;
+    }
+    TruncateLocked(pending_->start);
+    pending_.reset();
+    finished_layers_ = 0;
+  }
+  std::shared_ptr<LayerCache>& cache = layers_[layer];
+  if (cache == nullptr || !(cache->format() == format)) cache = std::make_shared<LayerCache>(format);
   return cache;
+}
+
+void Sequence::FinishLayer(int64_t run) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (run_.load() != run || ++finished_layers_ < layer_names_.size()) return;
+  for (LayerCache* layer : Layers()) {
+    std::lock_guard<std::mutex> layer_lock(layer->mutex);
+    layer->Settle();
+  }
 }
 
 void Sequence::CheckRun(int64_t run, const std::string& layer) const {

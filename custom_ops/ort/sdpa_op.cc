@@ -151,15 +151,16 @@ class SdpaKernel {
     format.key.dim = static_cast<int>(dims.head_dim);
     format.value.dim = static_cast<int>(dims.value_head_dim);
 
-    std::vector<Row> rows = inputs[kSlots].present() ? SlotRows(inputs[kSlots], dims) : PrivateRows(dims);
-    LockRows(rows, format, inputs[kSlots].present());
+    // All is checked before anything changes: a refused run leaves its sequences as they were.
+    const bool slotted = inputs[kSlots].present();
+    std::vector<Row> rows = slotted ? SlotRows(inputs[kSlots], dims) : PrivateRows(dims, format);
     int64_t total = 0;
     for (const Row& row : rows) total = std::max(total, row.past + dims.sequence_length);
-
     const FloatView query(inputs[kQuery]), key(inputs[kKey]), value(inputs[kValue]);
     const FloatView bias_values(inputs[kBias]), head_sink(inputs[kHeadSink]);
     const Bias bias(attributes_.where, inputs[kBias], bias_values.data, dims, total);
     const Padding padding(attributes_.where, inputs[kPadding], dims.batch, total);
+    if (slotted) StartRows(rows, format);
 
     std::vector<int64_t> shape = inputs[kQuery].shape;
     shape[3] = dims.value_head_dim;
@@ -180,6 +181,8 @@ class SdpaKernel {
     if (half)  // a quantized value may pass the largest half, which its original did not
       for (size_t i = 0; i < wide.size(); ++i) output.data<uint16_t>()[i] = FloatToHalfSaturated(wide[i]);
     for (Row& row : rows) row.cache->Commit();
+    for (Row& row : rows) row.lock.unlock();  // all of them first: a sequence's mutex comes before its layers'
+    for (Row& row : rows) row.sequence->FinishLayer(row.run);
   }
 
  private:
@@ -227,7 +230,7 @@ class SdpaKernel {
   }
 
   // Without slots the node owns its state: one sequence per batch row, which only ever goes on.
-  std::vector<Row> PrivateRows(const Dims& dims) {
+  std::vector<Row> PrivateRows(const Dims& dims, const CacheFormat& format) {
     std::lock_guard<std::mutex> lock(private_mutex_);
     const auto live = [](const std::shared_ptr<Sequence>& sequence) { return sequence->Length() > 0; };
     if (std::any_of(private_.begin(), private_.end(), live) && static_cast<int64_t>(private_.size()) != dims.batch)
@@ -237,24 +240,25 @@ class SdpaKernel {
     std::vector<Row> rows(dims.batch);
     for (int64_t b = 0; b < dims.batch; ++b) {
       if (private_[b] == nullptr) private_[b] = std::make_shared<Sequence>(0);
+      private_[b]->CheckLayer(0, attributes_.layer, format);
       rows[b].sequence = private_[b];
+      rows[b].cache = private_[b]->StartLayer(0, attributes_.layer, format);
+      rows[b].lock = std::unique_lock<std::mutex>(rows[b].cache->mutex);
+      rows[b].past = rows[b].cache->length();
     }
     return rows;
   }
 
-  // In the order of handles, so that two batches with the same sequences cannot wait for each other.
-  void LockRows(std::vector<Row>& rows, const CacheFormat& format, bool slotted) const {
+  void StartRows(std::vector<Row>& rows, const CacheFormat& format) const {
+    for (Row& row : rows) row.sequence->CheckLayer(row.run, attributes_.layer, format);
+    for (Row& row : rows) row.cache = row.sequence->StartLayer(row.run, attributes_.layer, format);
+    // Locked in the order of handles, so that two batches with the same sequences cannot wait for each other.
     std::vector<Row*> order;
     for (Row& row : rows) order.push_back(&row);
     std::sort(order.begin(), order.end(),
               [](const Row* a, const Row* b) { return a->sequence->id() < b->sequence->id(); });
     for (Row* row : order) {
-      row->cache = row->sequence->Layer(attributes_.layer, format);
       row->lock = std::unique_lock<std::mutex>(row->cache->mutex);
-      if (!slotted) {
-        row->past = row->cache->length();
-        continue;
-      }
       row->sequence->CheckRun(row->run, attributes_.layer);
       if (row->cache->length() != row->past)
         Fail(attributes_.where, " expected to be at the past length ", row->past, " of this run; found ",

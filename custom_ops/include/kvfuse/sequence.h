@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -47,12 +48,14 @@ class LayerCache {
 
   // A chunk in three steps. Prepare allocates all memory and copies what stays exact (may throw; nothing
   // visible changes), EncodeHead writes the low-bit rows of one kv head (heads in parallel), Commit makes
-  // the chunk part of the cache and frees what has left the windows (never throws).
+  // the chunk part of the cache (never throws). Until Settle the chunk can be dropped again without a trace, as
+  // when the run fails in a later layer; Settle frees what no later query sees, the slack apart (never throws).
   // View is what attention reads between Prepare and Commit.
   void Prepare(int64_t past, int64_t count, const Rows& key, const Rows& value);
   void EncodeHead(int head);
   CacheView View() const;
   void Commit();
+  void Settle();
 
   // Drops tokens from `length` on. Throws Error when a sliding window has freed what is needed then.
   void Truncate(int64_t length);
@@ -79,6 +82,7 @@ class LayerCache {
   int64_t encoded_end_ = 0;                      // the low-bit store holds [pages_begin_, encoded_end_)
   int64_t pages_begin_ = 0;                      // a sliding window has freed what lies before
   int64_t exact_begin_ = 0;                      // f32 rows are held from here to length_
+  int64_t undo_begin_ = 0, undo_end_ = -1;       // and here, in case the last chunk is dropped again
   std::vector<Page> pages_, means_;              // per kPageTokens tokens; per block
   std::vector<Page> exact_keys_, exact_values_;  // per kExactPageTokens tokens, from exact_page_begin_ on
   int64_t exact_page_begin_ = 0;
@@ -106,13 +110,18 @@ class KVFUSE_EXPORT Sequence {
   LayerSnapshot Snapshot(const std::string& layer);
 
   // Starts a run at `past` (-1: at the present length) and returns {past length, run number}. Any run still
-  // under way on this sequence is from now on refused by Layer. Check first with CheckBegin.
+  // under way on this sequence is from now on refused. Check first with CheckBegin. Nothing is dropped before
+  // the first layer has checked its inputs: a refused run leaves the sequence as it was.
   void CheckBegin(const std::string& fingerprint, const std::vector<std::string>& layers, int64_t past);
   std::pair<int64_t, int64_t> Begin(const std::string& fingerprint, const std::vector<std::string>& layers,
                                     int64_t past);
 
-  // The cache of one layer, made on first use. Throws Error when it holds tokens in another format.
-  std::shared_ptr<LayerCache> Layer(const std::string& layer, const CacheFormat& format);
+  // For each layer of that run: CheckLayer throws Error when the layer cannot join the run; StartLayer drops what
+  // the run starts without, once, and returns the layer's cache, made on first use.
+  void CheckLayer(int64_t run, const std::string& layer, const CacheFormat& format);
+  std::shared_ptr<LayerCache> StartLayer(int64_t run, const std::string& layer, const CacheFormat& format);
+  // After a layer's commit, its mutex released: once all layers of the run have come here, they are settled.
+  void FinishLayer(int64_t run);
   // Throws Error when a newer run has begun; call it with the layer's mutex held.
   void CheckRun(int64_t run, const std::string& layer) const;
 
@@ -122,9 +131,18 @@ class KVFUSE_EXPORT Sequence {
   int64_t LengthLocked();
   void TruncateLocked(int64_t length);
 
+  // What a run has announced and not yet done.
+  struct Pending {
+    int64_t start = 0;
+    std::string fingerprint;
+    std::vector<std::string> layers;
+  };
+
   const int64_t id_;
   std::atomic<int64_t> run_{0};
   std::mutex mutex_;  // guards all below, and is taken before any layer's mutex
+  std::optional<Pending> pending_;
+  size_t finished_layers_ = 0;  // of the present run
   std::string fingerprint_;
   std::vector<std::string> layer_names_;  // of the bound model; empty: not bound yet
   std::map<std::string, std::shared_ptr<LayerCache>> layers_;
