@@ -8,6 +8,7 @@
 #include <sstream>
 
 #include "kvfuse/error.h"
+#include "kvfuse/registration.h"
 
 namespace kvfuse {
 namespace {
@@ -50,7 +51,7 @@ OrtStatus* NegotiateApi(const OrtApiBase* base) {
 }
 
 const OrtApi& Api() { return *g_api; }
-int ApiVersion() { return g_api_version; }
+int NegotiatedApiVersion() { return g_api_version; }
 
 void Check(OrtStatus* status) {
   if (status == nullptr) return;
@@ -181,7 +182,7 @@ void SetOutputShape(OrtShapeInferContext* context, size_t index, ONNXTensorEleme
 
 OrtCustomOp EmptyCustomOp() {
   OrtCustomOp op = {};
-  op.version = static_cast<uint32_t>(ApiVersion());
+  op.version = static_cast<uint32_t>(NegotiatedApiVersion());
   op.GetExecutionProviderType = [](const OrtCustomOp*) -> const char* { return nullptr; };
   op.GetInputMemoryType = [](const OrtCustomOp*, size_t) { return OrtMemTypeDefault; };
   op.GetVariadicInputMinArity = [](const OrtCustomOp*) { return 0; };

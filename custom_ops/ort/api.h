@@ -18,7 +18,6 @@ constexpr const char* kDomain = "kvfuse";
 // Asks the runtime for min(its version, ours). Returns a status when it is too old, else null; then Api() works.
 OrtStatus* NegotiateApi(const OrtApiBase* base);
 const OrtApi& Api();
-int ApiVersion();
 
 // Throws Error with the status' text.
 void Check(OrtStatus* status);

@@ -6,6 +6,7 @@
 #include "kvfuse/error.h"
 #include "kvfuse/half.h"
 #include "kvfuse/kernels.h"
+#include "kvfuse/registration.h"
 #include "kvfuse/sequence.h"
 
 namespace py = pybind11;
@@ -111,6 +112,7 @@ PYBIND11_MODULE(_native, m) {
   });
   const auto find = [](int64_t id) { return SequenceTable::Global().Find(id); };
   m.def("version", [] { return KVFUSE_VERSION; });
+  m.def("ort_api_version", [] { return kvfuse::NegotiatedApiVersion(); }, "0 before the ops were registered");
   m.def("create_sequence", [] { return SequenceTable::Global().Create()->id(); });
   m.def("destroy_sequence", [](int64_t id) { SequenceTable::Global().Destroy(id); });
   m.def("live_sequences", [] { return SequenceTable::Global().size(); });

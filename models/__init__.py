@@ -1,0 +1,1 @@
+"""Builds decoder models for tests, demonstrations and measurements; not part of the installed package."""
