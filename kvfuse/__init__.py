@@ -1,1 +1,80 @@
-"""kvfuse: low-bit KV caches inside one stateful onnxruntime op."""
+"""kvfuse: low-bit KV caches inside one stateful onnxruntime op.
+
+Everything here is loaded on first use, so that `import kvfuse` costs nothing and `kvfuse --help` stays quick:
+neither onnxruntime nor onnx nor numpy is imported until one of the names below is touched.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvfuse.errors import (
+        KVFuseError,
+        LibraryError,
+        ModelError,
+        OptionError,
+        RefusedError,
+        SequenceError,
+    )
+    from kvfuse.library import library_path, register
+    from kvfuse.pipeline import inspect, rewrite
+    from kvfuse.report import RewriteReport
+    from kvfuse.sequence import KvSequence
+    from kvfuse.session import InferenceSession
+
+    __version__: str
+
+# public name -> the module that defines it
+_HOMES = {
+    "InferenceSession": "kvfuse.session",
+    "KVFuseError": "kvfuse.errors",
+    "KvSequence": "kvfuse.sequence",
+    "LibraryError": "kvfuse.errors",
+    "ModelError": "kvfuse.errors",
+    "OptionError": "kvfuse.errors",
+    "RefusedError": "kvfuse.errors",
+    "RewriteReport": "kvfuse.report",
+    "SequenceError": "kvfuse.errors",
+    "inspect": "kvfuse.pipeline",
+    "library_path": "kvfuse.library",
+    "register": "kvfuse.library",
+    "rewrite": "kvfuse.pipeline",
+}
+
+__all__ = [
+    "InferenceSession",
+    "KVFuseError",
+    "KvSequence",
+    "LibraryError",
+    "ModelError",
+    "OptionError",
+    "RefusedError",
+    "RewriteReport",
+    "SequenceError",
+    "__version__",
+    "inspect",
+    "library_path",
+    "register",
+    "rewrite",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Loads a public name on first use (PEP 562)."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value: object = version("kvfuse")
+    elif name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+    else:
+        raise AttributeError(f"module 'kvfuse' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """Names the public surface and nothing else."""
+    return list(__all__)

@@ -1,0 +1,259 @@
+"""Reads and writes model files: weights stay where they are, output appears whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+
+from .errors import ModelError
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A model as it was given.
+
+    Attributes:
+        model: Its graph; external data is referenced, not loaded.
+        fingerprint: sha256 of the file's bytes (of the deterministic serialization for a model in memory).
+        path: The file, or None.
+        proto: The given ModelProto, when it was one.
+    """
+
+    model: ir.Model
+    fingerprint: str
+    path: Path | None = None
+    proto: onnx.ModelProto | None = None
+
+
+def read(source: str | os.PathLike[str] | onnx.ModelProto | ir.Model) -> Source:
+    """Reads a model from a path, a ModelProto or an onnx_ir.Model (which are not modified).
+
+    Raises:
+        ModelError: The file cannot be read, is no ONNX model, or lacks its external data.
+    """
+    if isinstance(source, onnx.ModelProto):
+        digest = hashlib.sha256(source.SerializeToString(deterministic=True)).hexdigest()
+        return Source(_deserialize(source, "the given model"), digest, None, source)
+    if isinstance(source, ir.Model):
+        proto = ir.to_proto(source)
+        digest = hashlib.sha256(proto.SerializeToString(deterministic=True)).hexdigest()
+        return Source(source.clone(), digest)
+    path = Path(source)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ModelError(f"[{path}] expected a readable ONNX file; found: {error.strerror}") from error
+    proto = onnx.ModelProto()
+    try:
+        proto.ParseFromString(data)
+    except Exception as error:  # protobuf's DecodeError has several homes
+        raise ModelError(
+            f"[{path}] expected an ONNX model; found data that is truncated or no protobuf"
+        ) from error
+    fingerprint = hashlib.sha256(data).hexdigest()
+    del data
+    if not proto.opset_import or not (proto.graph.node or proto.graph.output):
+        raise ModelError(f"[{path}] expected an ONNX model; found no graph and no opset in it")
+    model = _deserialize(proto, str(path))
+    ir.external_data.set_base_dir(model.graph, path.parent)
+    _require_external_data(model, path)
+    return Source(model, fingerprint, path)
+
+
+def _deserialize(proto: onnx.ModelProto, where: str) -> ir.Model:
+    try:
+        return ir.from_proto(proto)
+    except Exception as error:  # a malformed graph surfaces as any of a dozen types
+        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        raise ModelError(f"[{where}] expected a valid ONNX graph; found: {reason}") from error
+
+
+def _external_tensors(model: ir.Model) -> Iterator[ir.ExternalTensor]:
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            if isinstance(value.const_value, ir.ExternalTensor):
+                yield value.const_value
+        for node in graph:
+            for attribute in node.attributes.values():
+                if attribute.type == ir.AttributeType.TENSOR and isinstance(
+                    attribute.value, ir.ExternalTensor
+                ):
+                    yield attribute.value
+
+
+def _require_external_data(model: ir.Model, path: Path) -> None:
+    sizes: dict[Path, int] = {}
+    for tensor in _external_tensors(model):
+        location = Path(tensor.location)
+        if location.is_absolute() or ".." in location.parts:
+            raise ModelError(
+                f"[{path}] expected external data inside the model's folder; found location '{location}'"
+            )
+        file = path.parent / location
+        if file not in sizes:
+            try:
+                sizes[file] = file.stat().st_size
+            except OSError as error:
+                raise ModelError(
+                    f"[{path}] expected the external data file {file}; found: {error.strerror}"
+                ) from error
+        needed = (tensor.offset or 0) + (tensor.length or tensor.nbytes)
+        if sizes[file] < needed:
+            raise ModelError(
+                f"[{path}] expected at least {needed} bytes in the external data file {file} (for "
+                f"{tensor.name}); found "
+                f"{sizes[file]}"
+            )
+
+
+def write(source: Source, *, changed: bool, destination: Path) -> None:
+    """Writes a model and makes its external data reachable from there.
+
+    Args:
+        source: The model, rewritten or not.
+        changed: False copies the original file unchanged.
+        destination: The file to write; may be the source itself.
+
+    Raises:
+        ModelError: It cannot be written; nothing is left behind then.
+    """
+    try:
+        with _replacing(destination) as temporary:
+            locations = _place_data(source.model, destination)
+            if not changed and source.path is not None and all(old == new for old, new in locations.items()):
+                shutil.copyfile(source.path, temporary)
+                return
+            proto = source.proto if source.proto is not None and not changed else ir.to_proto(source.model)
+            _relocate(proto, locations)
+            temporary.write_bytes(proto.SerializeToString(deterministic=True))
+    except OSError as error:
+        raise ModelError(
+            f"[{destination}] expected a writable place; found: {error.strerror or error}"
+        ) from error
+    except ValueError as error:  # protobuf cannot serialize more than 2 GiB
+        raise ModelError(
+            f"[{destination}] expected a model below 2 GiB without its external data; found: {error}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _replacing(destination: Path) -> Iterator[Path]:
+    """A temporary file beside `destination` that takes its place at the end, or vanishes on an error."""
+    if destination.is_dir():
+        raise OSError(21, "Is a directory", str(destination))
+    handle, name = tempfile.mkstemp(prefix=f".{destination.name}.", suffix=".tmp", dir=destination.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        temporary.chmod(_mode_for(destination))
+        os.replace(temporary, destination)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _mode_for(destination: Path) -> int:
+    """The mode of the file that is replaced, else what the umask gives a new one."""
+    if destination.exists():
+        return destination.stat().st_mode & 0o777
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask
+
+
+def _place_data(model: ir.Model, destination: Path) -> dict[str, str]:
+    """Old location -> location relative to the destination; files that are not below it are copied once."""
+    locations: dict[str, str] = {}
+    folder = destination.parent.resolve()
+    for tensor in _external_tensors(model):
+        old = str(tensor.location)
+        if old in locations or not str(tensor.base_dir):
+            continue  # without a folder it can only be meant relative to the destination
+        file = (Path(tensor.base_dir) / old).resolve()
+        if file.is_relative_to(folder):
+            locations[old] = file.relative_to(folder).as_posix()
+        else:
+            # A hard link would save the copy, but onnx refuses to load data that has one, the original's too.
+            locations[old] = _copy_once(file, folder, destination)
+    return locations
+
+
+def _copy_once(file: Path, folder: Path, destination: Path) -> str:
+    """Copies a data file beside the destination, unless the same file (size and time) is there already."""
+    original = file.stat()
+    for name in (file.name, f"{destination.name}.{file.name}"):
+        target = folder / name
+        if target.exists():
+            found = target.stat()
+            if (found.st_size, found.st_mtime_ns) == (original.st_size, original.st_mtime_ns):
+                return name
+            if name == file.name:
+                continue
+        with _replacing(target) as temporary:
+            _copy_sparse(file, temporary)
+            os.utime(temporary, ns=(original.st_atime_ns, original.st_mtime_ns))
+        return name
+    raise OSError(17, "no free name for the external data", str(folder))
+
+
+def _copy_sparse(source: Path, target: Path) -> None:
+    """Copies file contents without reading them into Python, keeping holes where the system shows them."""
+    if not hasattr(os, "copy_file_range") or not hasattr(os, "SEEK_DATA"):
+        shutil.copyfile(source, target)
+        return
+    size = source.stat().st_size
+    with source.open("rb") as reader, target.open("wb") as writer:
+        writer.truncate(size)
+        position = 0
+        while position < size:
+            try:
+                position = os.lseek(reader.fileno(), position, os.SEEK_DATA)
+            except OSError:
+                return  # only a hole is left
+            end = os.lseek(reader.fileno(), position, os.SEEK_HOLE)
+            while position < end:
+                copied = _copy_range(reader.fileno(), writer.fileno(), position, end - position)
+                position += copied
+
+
+def _copy_range(source: int, target: int, offset: int, count: int) -> int:
+    """Copies up to `count` bytes at the same offset; by the kernel where it can."""
+    try:
+        copied = os.copy_file_range(source, target, count, offset, offset)
+        if copied:
+            return copied
+    except OSError:
+        pass
+    data = os.pread(source, min(count, 8 << 20), offset)
+    if not data:
+        raise OSError(5, "the external data ended while it was copied")
+    return os.pwrite(target, data, offset)
+
+
+def _relocate(proto: onnx.ModelProto, locations: dict[str, str]) -> None:
+    """Rewrites the location of every external tensor of a serialized model."""
+    for tensor in _tensors(proto.graph):
+        for entry in tensor.external_data if tensor.data_location == onnx.TensorProto.EXTERNAL else ():
+            if entry.key == "location":
+                entry.value = locations.get(entry.value, entry.value)
+
+
+def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    yield from graph.initializer
+    for node in graph.node:
+        for attribute in node.attribute:
+            yield attribute.t
+            yield from attribute.tensors
+            for inner in (attribute.g, *attribute.graphs):
+                if inner.node or inner.initializer:
+                    yield from _tensors(inner)

@@ -1,0 +1,189 @@
+"""load -> patterns -> proof -> legality -> lower -> past length -> drop cache I/O -> check -> save."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+
+from .errors import ModelError, RefusedError
+from .formats import KvFormat, make_format
+from .modelfile import Source, read, write
+from .passes.find import find_sites
+from .passes.fuse import Decision, apply, decide
+from .passes.site import AttentionSite, Refusal, label
+from .report import RewriteReport, SiteReport
+
+Model = str | os.PathLike[str] | onnx.ModelProto | ir.Model
+
+
+def rewrite(
+    src: Model,
+    dst: str | os.PathLike[str] | None = None,
+    *,
+    format: str | KvFormat = "default",
+    require_all: bool = False,
+    dry_run: bool = False,
+    **overrides: Any,
+) -> RewriteReport:
+    """Replaces every <KV cache, KV cache, SDPA> of a model by kvfuse::QuantizedKvSdpa.
+
+    Args:
+        src: A path, an onnx.ModelProto or an onnx_ir.Model; never modified (unless `dst` is the same path).
+        dst: Where to write; may be left out for a model in memory, whose result is `report.model`.
+        format: A preset's name or a KvFormat.
+        require_all: Refuse to write anything unless every cache site is fused and there is at least one.
+        dry_run: Decide and report only.
+        **overrides: Single options of the format, such as n_recent=4096 or key_bits=8.
+
+    Returns:
+        What was fused, what was refused and why, and the proofs.
+
+    Raises:
+        ModelError: The model cannot be read or written.
+        OptionError: An option is unknown or out of range.
+        RefusedError: `require_all`, and a site was refused or none was found.
+    """
+    chosen = make_format(format, overrides)
+    if dst is None and not dry_run and isinstance(src, (str, os.PathLike)):
+        raise ModelError(
+            f"[{os.fspath(src)}] expected a destination path for a model read from a file; found none"
+        )
+    source = read(src)
+    findings = find_sites(source.model)
+    decision = decide(source.model.graph, findings)
+    destination = None if dst is None or dry_run else Path(dst)
+    report = _report(source, decision, chosen, destination)
+    if require_all and (report.refused or not report.fused):
+        reason = report.refused[0].reason if report.refused else report.summary()
+        raise RefusedError(
+            f"[{report.source or 'model'}] expected every cache site to be fused; found: {reason}"
+        )
+    if dry_run:
+        return report
+    apply(source.model, decision, chosen.attributes(), source.fingerprint, _metadata(chosen))
+    require_order(source.model.graph)
+    if destination is not None:
+        write(source, changed=bool(decision.sites), destination=destination)
+    return _with_model(report, src, source)
+
+
+def inspect(src: Model, *, format: str | KvFormat = "default", **overrides: Any) -> RewriteReport:
+    """Reports what `rewrite` would do; writes nothing and changes nothing."""
+    return rewrite(src, dry_run=True, format=format, **overrides)
+
+
+def require_order(graph: ir.Graph) -> None:
+    """Checks that every node comes after what it reads, sorting the graph when an insertion broke that.
+
+    Raises:
+        ModelError: No order exists; this is a defect of the rewriter, and no file is written.
+    """
+    defined = {*graph.inputs, *graph.initializers.values()}
+    for node in graph:
+        if any(operand is not None and operand not in defined for operand in node.inputs):
+            break
+        defined.update(node.outputs)
+    else:
+        return
+    try:
+        graph.sort()
+    except ValueError as error:
+        raise ModelError(
+            f"[rewriter] expected an acyclic graph after rewriting; found a cycle: {error}"
+        ) from error
+
+
+def _metadata(chosen: KvFormat) -> dict[str, Any]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        found = version("kvfuse")
+    except PackageNotFoundError:  # run from a source tree
+        found = "unknown"
+    return {"version": found, "options": chosen.attributes()}
+
+
+def _with_model(report: RewriteReport, src: Model, source: Source) -> RewriteReport:
+    if isinstance(src, (onnx.ModelProto, ir.Model)) and not report.fused:
+        return dataclasses.replace(report, model=src)
+    if isinstance(src, onnx.ModelProto):
+        return dataclasses.replace(report, model=ir.to_proto(source.model))
+    if isinstance(src, ir.Model):
+        return dataclasses.replace(report, model=source.model)
+    return report
+
+
+def _report(source: Source, decision: Decision, chosen: KvFormat, destination: Path | None) -> RewriteReport:
+    order = {node: position for position, node in enumerate(source.model.graph)}
+    cached = [refusal for refusal in decision.refusals if refusal.cached]
+    entries: list[tuple[int, SiteReport]] = [(order[site.anchor], _fused(site)) for site in decision.sites]
+    entries += [(order.get(refusal.anchor, len(order)), _refused(refusal)) for refusal in cached]
+    sites = [entry for _, entry in sorted(entries, key=lambda pair: pair[0])]
+    return RewriteReport(
+        source=None if source.path is None else str(source.path),
+        destination=None if destination is None else str(destination),
+        sites=tuple(sites),
+        seen=tuple(_refused(refusal) for refusal in decision.refusals if not refusal.cached),
+        bytes_per_token_before=sum(_float_bytes(site) for site in decision.sites),
+        bytes_per_token_after=sum(
+            chosen.bytes_per_token(site.kv_num_heads, site.head_dim, site.value_head_dim)
+            for site in decision.sites
+        ),
+        format=chosen.attributes(),
+        fingerprint=source.fingerprint,
+        dropped={
+            "inputs": _names([cache for site in decision.sites for cache in site.caches]),
+            "outputs": _names(decision.presents),
+        },
+        rewired=tuple(
+            {
+                "node": label(node),
+                "dims": [f"{dim.factor}" if dim.symbol == "1" else _dim(dim) for dim in dims],
+            }
+            for node, _, dims in decision.rewirings
+        ),
+    )
+
+
+def _dim(dim: Any) -> str:
+    return str(dim.symbol) if dim.factor == 1 else f"{dim.factor}*{dim.symbol}"
+
+
+def _names(values: Sequence[ir.Value]) -> tuple[str, ...]:
+    return tuple(str(value.name) for value in values)
+
+
+def _float_bytes(site: AttentionSite) -> int:
+    dtype = site.past_key.dtype or site.dtype
+    return int(site.kv_num_heads * (site.head_dim + site.value_head_dim) * dtype.bitwidth // 8)
+
+
+def _fused(site: AttentionSite) -> SiteReport:
+    mask = {
+        "kind": site.mask.kind,
+        "causal": site.mask.causal,
+        "window": site.mask.window_left,
+        "padding_input": None if site.mask.padding is None else site.mask.padding.name,
+        "proof": [dict(entry) for entry in site.mask.proof],
+    }
+    details = {
+        "num_heads": site.num_heads,
+        "kv_num_heads": site.kv_num_heads,
+        "head_dim": site.head_dim,
+        "value_head_dim": site.value_head_dim,
+        "scale": site.scale,
+        "softcap": site.softcap,
+        "past_key": site.past_key.name,
+        "past_value": site.past_value.name,
+    }
+    return SiteReport(site.layer, "fused", site.pattern, "", label(site.anchor), mask, site.evidence, details)
+
+
+def _refused(refusal: Refusal) -> SiteReport:
+    return SiteReport("", "refused", refusal.pattern, refusal.reason, refusal.node)
