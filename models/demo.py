@@ -1,8 +1,8 @@
 """The main job on a real model: build it, rewrite it, run both, print what changed.
 
 `python models/demo.py` builds SmolLM2-135M-Instruct, rewrites it with the default preset and with the plain
-per-token int4 form, lets every variant continue one prompt greedily, and prints a table. Each variant runs in a
-process of its own, so that peak memory is its own. Speeds are of one run on this machine.
+per-token int4 form, lets every variant continue one prompt greedily, and prints a table. Each variant runs
+in a process of its own, so that peak memory is its own. Speeds are of one run on this machine.
 """
 
 import argparse
@@ -54,17 +54,17 @@ def run_variant(model: Path) -> dict[str, Any]:
 def resident_bytes(model: Path, layers: int) -> list[int]:
     """Measures what the cache of a rewritten model holds at RESIDENT tokens, in bytes over all layers.
 
-    One layer of the model's own format is filled with random rows. All keys are padding, so that the memory is
-    filled without the time that attending over it would take; layers are alike.
+    One layer of the model's own format is filled with random rows. All keys are padding, so that the memory
+    is filled without the time that attending over it would take; layers are alike.
     """
     import numpy as np
     import onnx
     from onnx import helper
 
-    graph = onnx.load(str(model), load_external_data=False).graph
-    node = next(node for node in graph.node if node.op_type == "QuantizedKvSdpa")
-    cache = json.loads(next(p.value for p in onnx.load(str(model), load_external_data=False).metadata_props))
-    heads, dim = cache["caches"][0]["kv_num_heads"], cache["caches"][0]["head_dim"]
+    proto = onnx.load(str(model), load_external_data=False)
+    node = next(node for node in proto.graph.node if node.op_type == "QuantizedKvSdpa")
+    cache = json.loads(next(p.value for p in proto.metadata_props if p.key == "kvfuse"))["caches"][0]
+    heads, dim = cache["kv_num_heads"], cache["head_dim"]
     names = ["query", "key", "value", "slots", "padding"]
     attend = onnx.NodeProto()
     attend.CopyFrom(node)
@@ -145,7 +145,7 @@ def print_table(runs: dict[str, dict[str, Any]], caches: dict[str, tuple[float, 
 
 
 def main() -> int:
-    """Builds, rewrites, runs and prints; returns 1 when the default preset's text or a site is not as promised."""
+    """Builds, rewrites, runs and prints; returns 1 when a site is refused or the default's text differs."""
     parser = argparse.ArgumentParser(description="Rewrite and run SmolLM2-135M-Instruct.")
     parser.add_argument("--variant", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)

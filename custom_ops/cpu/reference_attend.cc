@@ -124,8 +124,8 @@ const float* ExactRow(const CacheView& cache, bool key, int head, int64_t j) {
   const int dim = key ? format.key.dim : format.value.dim;
   if (j >= cache.past) return (key ? cache.key : cache.value).at(head, j - cache.past);
   if (j < format.n_sink) return (key ? cache.sink_key : cache.sink_value) + (head * format.n_sink + j) * dim;
-  const float* page =
-      (key ? cache.exact_key_pages : cache.exact_value_pages)[j / kExactPageTokens - cache.exact_page_begin];
+  const float* const* pages = key ? cache.exact_key_pages : cache.exact_value_pages;
+  const float* page = pages[j / kExactPageTokens - cache.exact_page_begin];
   return page + (int64_t{head} * kExactPageTokens + j % kExactPageTokens) * dim;
 }
 
