@@ -1,0 +1,172 @@
+"""What a pattern proposes from the structure of a graph, before anything is evaluated."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import numpy as np
+import onnx_ir as ir
+
+from .evaluate import Evaluation
+from .plan import Array
+from .probes import Probe
+from .site import BiasTerm, Operand
+from .values import dtype_of
+from .walk import Append, values_read
+
+# Scores at or below this never reach a softmax next to a real score: exp() of the difference is 0 in float.
+HIDDEN = -1e4
+
+
+class MaskSource(Protocol):
+    """Where the mask of a proposed site comes from."""
+
+    @property
+    def terms(self) -> tuple[BiasTerm, ...]:
+        """The operands that could be passed through as a bias."""
+
+    @property
+    def causal(self) -> bool:
+        """The attention op itself hides keys after the query (bottom-right aligned)."""
+
+    @property
+    def window_left(self) -> int:
+        """The attention op's own window; -1 without one."""
+
+    @property
+    def cut(self) -> ir.Value | None:
+        """The value to bind to zeros of the scores' shape before evaluating; None when there is none."""
+
+    def reads(self) -> set[ir.Value]:
+        """The graph inputs whose data the mask depends on."""
+
+    def bias(self, evaluation: Evaluation, probe: Probe) -> Array:
+        """What is added to the scores: float64, broadcastable to [B, H, S, T]."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreChain:
+    """The ops between Q·K and the Softmax of a decomposed attention.
+
+    Attributes:
+        raw: The product Q·K.
+        end: What the Softmax reads.
+        factors: Scalars on the scores, each with its power; with a soft cap, those after its Tanh.
+        inner: With a soft cap, the scalars before its Tanh; else None.
+        terms: The mask operands.
+    """
+
+    raw: ir.Value
+    end: ir.Value
+    factors: tuple[tuple[ir.Value, int], ...]
+    inner: tuple[tuple[ir.Value, int], ...] | None
+    terms: tuple[BiasTerm, ...]
+    causal: bool = False
+    window_left: int = -1
+
+    @property
+    def cut(self) -> ir.Value | None:
+        """The raw scores."""
+        return self.raw
+
+    def reads(self) -> set[ir.Value]:
+        """The graph inputs whose data the mask depends on."""
+        return values_read([self.end], {self.raw}) - {self.raw}
+
+    def bias(self, evaluation: Evaluation, probe: Probe) -> Array:
+        """The scores that the chain makes of raw scores of zero: exactly what its masks add."""
+        return evaluation.array(self.end).astype(np.float64)
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionMask:
+    """The mask operand and attributes of an Attention node."""
+
+    mask: ir.Value | None
+    causal: bool = False
+    window_left: int = -1
+
+    @property
+    def cut(self) -> ir.Value | None:
+        """Nothing to cut: the mask is an operand of its own."""
+        return None
+
+    @property
+    def terms(self) -> tuple[BiasTerm, ...]:
+        """The mask operand."""
+        if self.mask is None:
+            return ()
+        is_bool = dtype_of(self.mask) == ir.DataType.BOOL
+        return (BiasTerm(self.mask, fill=-np.inf if is_bool else None),)
+
+    def reads(self) -> set[ir.Value]:
+        """The graph inputs whose data the mask depends on."""
+        return set() if self.mask is None else values_read([self.mask], set())
+
+    def bias(self, evaluation: Evaluation, probe: Probe) -> Array:
+        """The operand as numbers, hidden keys up to T, under the node's own causal rule and window."""
+        result = np.zeros((1, 1, probe.sequence, probe.total))
+        if self.mask is not None:
+            mask = evaluation.array(self.mask)
+            added = np.where(mask, 0.0, -np.inf) if mask.dtype == np.bool_ else mask.astype(np.float64)
+            missing = probe.total - added.shape[-1] if added.shape[-1] != 1 else 0
+            if missing > 0:
+                pads = [(0, 0)] * (added.ndim - 1) + [(0, missing)]
+                added = np.pad(added, pads, constant_values=-np.inf)
+            result = result + added
+        return result + positions_bias(probe, self.causal, self.window_left)
+
+
+def positions_bias(probe: Probe, causal: bool, window_left: int) -> Array:
+    """float64 [S, T]: 0 where the query at position P + s sees key j, else -inf."""
+    position = probe.past + np.arange(probe.sequence)[:, None]
+    key = np.arange(probe.total)[None, :]
+    visible = np.ones((probe.sequence, probe.total), bool)
+    if causal:
+        visible &= key <= position
+    if window_left >= 0:
+        visible &= key >= position - window_left
+    return np.where(visible, 0.0, -np.inf)
+
+
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """A site as its structure suggests it.
+
+    Attributes:
+        pattern: The pattern's name.
+        anchor: The node that stands for the site.
+        query: The query of this run before any scalar factor.
+        key, value: How the caches grow.
+        key_cache, value_cache: The cache inputs with their layouts.
+        new_key, new_value: The new tokens with their layouts.
+        key_operand: The key as the scores read it (its heads are the query's heads unless it has one).
+        value_operand: The value as the output reads it.
+        output: The value to replace, and the order of its axes.
+        mask: Where the mask comes from.
+        factors: Scalars on query and key, each with its power.
+        scale: The attention op's own scale (1.0 when the factors say it all).
+        softcap: The attention op's own soft cap.
+        heads: num_heads when the op says it, else None.
+        kv_heads: kv_num_heads when the op says it, else None.
+    """
+
+    pattern: str
+    anchor: ir.Node
+    query: Operand
+    key: Append
+    value: Append
+    key_cache: Operand
+    value_cache: Operand
+    new_key: Operand
+    new_value: Operand
+    key_operand: ir.Value
+    value_operand: ir.Value
+    output: Operand
+    mask: ScoreChain | AttentionMask
+    factors: tuple[tuple[ir.Value, int], ...] = ()
+    scale: float | None = 1.0
+    softcap: float = 0.0
+    heads: int | None = None
+    kv_heads: int | None = None
