@@ -25,8 +25,7 @@ class KvFormat:
     """How a layer's keys and values are kept; the fields are the op's attributes of the same names.
 
     Attributes:
-        n_recent: The newest tokens, as seen by each query, that are used exactly; larger than a run = exact
-            mode.
+        n_recent: The newest tokens, as seen by each query, that are exact; larger than a run = exact mode.
         block: The tokens that leave the exact window together.
         n_sink: The first tokens that stay exact for ever.
         key_bits, value_bits: 4, 8 or 16 (exact half).
@@ -69,7 +68,7 @@ class KvFormat:
         return dataclasses.asdict(self)
 
     def bytes_per_token(self, kv_num_heads: int, head_dim: int, value_head_dim: int) -> float:
-        """Resident bytes of one token of one layer once it is low-bit; block means are spread over their block."""
+        """Bytes of one low-bit token of one layer; a block's mean key is spread over its tokens."""
         key = self._side_bytes(self.key_bits, head_dim)
         value = self._side_bytes(self.value_bits, value_head_dim)
         centre = 2 * head_dim / self.block if self.key_center == "block" and self.key_bits != 16 else 0.0

@@ -44,7 +44,7 @@ def read(source: str | os.PathLike[str] | onnx.ModelProto | ir.Model) -> Source:
         digest = hashlib.sha256(source.SerializeToString(deterministic=True)).hexdigest()
         return Source(_deserialize(source, "the given model"), digest, None, source)
     if isinstance(source, ir.Model):
-        proto = ir.to_proto(source)
+        proto = serialize(source)
         digest = hashlib.sha256(proto.SerializeToString(deterministic=True)).hexdigest()
         return Source(source.clone(), digest)
     path = Path(source)
@@ -73,8 +73,27 @@ def _deserialize(proto: onnx.ModelProto, where: str) -> ir.Model:
     try:
         return ir.from_proto(proto)
     except Exception as error:  # a malformed graph surfaces as any of a dozen types
-        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-        raise ModelError(f"[{where}] expected a valid ONNX graph; found: {reason}") from error
+        raise ModelError(f"[{where}] expected a valid ONNX graph; found: {_reason(error)}") from error
+
+
+def serialize(model: ir.Model) -> onnx.ModelProto:
+    """The model as a proto; external data stays external.
+
+    Raises:
+        ModelError: The model holds something that has no place in a file, such as text that is no UTF-8.
+    """
+    try:
+        return ir.to_proto(model)
+    except Exception as error:  # a malformed graph surfaces as any of a dozen types
+        raise ModelError(f"[model] expected a graph that can be written; found: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of the first cause of an error."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__
 
 
 def _external_tensors(model: ir.Model) -> Iterator[ir.ExternalTensor]:
@@ -132,7 +151,7 @@ def write(source: Source, *, changed: bool, destination: Path) -> None:
             if not changed and source.path is not None and all(old == new for old, new in locations.items()):
                 shutil.copyfile(source.path, temporary)
                 return
-            proto = source.proto if source.proto is not None and not changed else ir.to_proto(source.model)
+            proto = source.proto if source.proto is not None and not changed else serialize(source.model)
             _relocate(proto, locations)
             temporary.write_bytes(proto.SerializeToString(deterministic=True))
     except OSError as error:

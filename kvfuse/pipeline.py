@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from .errors import ModelError, RefusedError
 from .formats import KvFormat, make_format
-from .modelfile import Source, read, write
+from .modelfile import Source, read, serialize, write
 from .passes.find import find_sites
 from .passes.fuse import Decision, apply, decide
 from .passes.site import AttentionSite, Refusal, label
@@ -113,7 +113,7 @@ def _with_model(report: RewriteReport, src: Model, source: Source) -> RewriteRep
     if isinstance(src, (onnx.ModelProto, ir.Model)) and not report.fused:
         return dataclasses.replace(report, model=src)
     if isinstance(src, onnx.ModelProto):
-        return dataclasses.replace(report, model=ir.to_proto(source.model))
+        return dataclasses.replace(report, model=serialize(source.model))
     if isinstance(src, ir.Model):
         return dataclasses.replace(report, model=source.model)
     return report

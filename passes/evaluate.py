@@ -87,7 +87,10 @@ class Evaluator:
 
 @functools.cache
 def _register_arena() -> None:
-    """Makes one bounded arena for all evaluations, so that no graph can eat the machine's memory."""
+    """Makes one bounded arena for all evaluations, so that no graph can eat the machine's memory.
+
+    It belongs to onnxruntime's environment; only sessions that ask for environment allocators use it.
+    """
     import onnxruntime  # late: importing kvfuse loads no runtime
 
     place = onnxruntime.OrtMemoryInfo(

@@ -12,7 +12,7 @@ import onnx_ir as ir
 from .evaluate import Evaluator
 from .masks import classify
 from .patterns import concat_attention, decomposed_sdpa, onnx_attention, unsupported
-from .patterns.decomposed_sdpa import operands_of
+from .probabilities import operands_of
 from .probes import InputSpace, Roles
 from .proposal import Proposal
 from .prove import prove

@@ -153,7 +153,7 @@ class SdpaKernel {
 
     // All is checked before anything changes: a refused run leaves its sequences as they were.
     const bool slotted = inputs[kSlots].present();
-    std::vector<Row> rows = slotted ? SlotRows(inputs[kSlots], dims) : PrivateRows(dims, format);
+    std::vector<Row> rows = slotted ? SlotRows(inputs[kSlots], dims, format) : PrivateRows(dims, format);
     int64_t total = 0;
     for (const Row& row : rows) total = std::max(total, row.past + dims.sequence_length);
     const FloatView query(inputs[kQuery]), key(inputs[kKey]), value(inputs[kValue]);
@@ -212,7 +212,7 @@ class SdpaKernel {
     return d;
   }
 
-  std::vector<Row> SlotRows(const Tensor& slots, const Dims& dims) const {
+  std::vector<Row> SlotRows(const Tensor& slots, const Dims& dims, const CacheFormat& format) const {
     if (slots.shape != std::vector<int64_t>{dims.batch, 3})
       Fail(attributes_.where, " expected slots of shape [", dims.batch, ", 3]; found ", ShapeText(slots.shape));
     std::vector<Row> rows(dims.batch);
@@ -250,7 +250,6 @@ class SdpaKernel {
   }
 
   void StartRows(std::vector<Row>& rows, const CacheFormat& format) const {
-    for (Row& row : rows) row.sequence->CheckLayer(row.run, attributes_.layer, format);
     for (Row& row : rows) row.cache = row.sequence->StartLayer(row.run, attributes_.layer, format);
     // Locked in the order of handles, so that two batches with the same sequences cannot wait for each other.
     std::vector<Row*> order;

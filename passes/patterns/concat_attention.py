@@ -13,11 +13,11 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
+from ..attention_node import AttentionNode, operand
 from ..proposal import AttentionMask, Proposal
 from ..site import Mismatch, Operand, label
 from ..values import is_op
 from ..walk import cache_layout, find_append
-from .onnx_attention import AttentionNode, operand
 
 NAME = "concat_attention"
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
+from ..probabilities import operands_of
 from ..site import Refusal, label
 from ..walk import reads_cache
-from .decomposed_sdpa import operands_of
 
 _CONTRIB = {
     "GroupQueryAttention",

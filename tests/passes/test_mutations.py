@@ -63,9 +63,9 @@ def mutate(model, rng):
             [tensor for tensor in model.graph.initializer if np.prod(tensor.dims or [1]) <= 8]
         )
         array = onnx.numpy_helper.to_array(tensor)
-        changed = (
-            array + rng.choice([-1, 1, 2]) if array.dtype.kind == "i" else array * rng.choice([0.5, 0, 1.01])
-        )
+        with np.errstate(invalid="ignore"):  # masks hold infinities
+            by = rng.choice([-1, 1, 2]) if array.dtype.kind == "i" else rng.choice([0.5, 0.0, 1.01])
+            changed = array + by if array.dtype.kind == "i" else array * by
         tensor.CopyFrom(onnx.numpy_helper.from_array(changed.astype(array.dtype), tensor.name))
 
 
@@ -133,10 +133,17 @@ def test_flipped_bytes_end_in_a_sentence_or_a_report(seed, tmp_path):
             del data[place : place + rng.randrange(1, 20)]
     source = tmp_path / "model.onnx"
     source.write_bytes(data)
-    try:
-        report = kvfuse.rewrite(source, tmp_path / "out.onnx")
-    except kvfuse.KVFuseError as error:
-        assert "\n" not in str(error)
+    found = outcome(source, tmp_path / "out.onnx")
+    if isinstance(found, kvfuse.KVFuseError):
+        assert "\n" not in str(found)
         assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
     else:
-        assert all(site.outcome == "fused" or site.reason for site in report.sites)
+        assert all(site.outcome == "fused" or site.reason for site in found.sites)
+
+
+def outcome(source, target):
+    """The report, or the error that kvfuse raised on purpose; anything else is a defect."""
+    try:
+        return kvfuse.rewrite(source, target)
+    except kvfuse.KVFuseError as error:
+        return error

@@ -1,6 +1,8 @@
 """ONNX Attention: with its own past, and behind a Concat."""
 
 import numpy as np
+import onnx
+import onnxruntime
 import pytest
 from decoder_graphs import HEAD_DIM, HEADS, decoder, merge_heads, repeat_kv
 from onnx import TensorProto, helper
@@ -126,6 +128,10 @@ def test_scores_that_are_returned_refuse_the_site():
 
 def test_the_soft_cap_is_an_attribute():
     site, report = fuse(own_past(softcap=2.0))
+    if onnxruntime.__version__.startswith("1.24."):
+        # This onnxruntime caps after masking, which lets hidden keys through: not what the op computes.
+        assert (site.outcome, "does not compute" in site.reason) == ("refused", True)
+        return
     assert (site.outcome, op_attributes(report)["softcap"]) == ("fused", 2.0)
 
 
@@ -172,3 +178,31 @@ def test_contrib_attention_is_named_as_not_covered():
 
     site, _ = fuse(layer)
     assert (site.outcome, site.reason) == ("refused", "com.microsoft MultiHeadAttention is not covered")
+
+
+BARE = """<ir_version: 10, opset_import: ["" : 23]>
+decode (float[B,8,S,64] q, float[B,2,S,64] k, float[B,2,S,64] v,
+        float[B,2,P,64] past_k, float[B,2,P,64] past_v)
+    => (float[B,8,S,64] y, float[B,2,T,64] present_k, float[B,2,T,64] present_v) {
+"""
+OWN = "y, present_k, present_v = Attention<is_causal = 1>(q, k, v, , past_k, past_v) }"
+JOINED = """present_k = Concat<axis = 2>(past_k, k)
+    present_v = Concat<axis = 2>(past_v, v)
+    y = Attention(q, present_k, present_v) }"""
+SWAPPED = JOINED.replace("(past_k, k)", "(k, past_k)").replace("(past_v, v)", "(v, past_v)")
+
+
+@pytest.mark.parametrize("body", [OWN, JOINED])
+def test_an_attention_between_graph_inputs_and_outputs(body):
+    report = kvfuse.rewrite(onnx.parser.parse_model(BARE + body))
+    assert [site.outcome for site in report.sites] == ["fused"]
+    graph = report.model.graph
+    assert [value.name for value in graph.input] == ["q", "k", "v", "kv_sequence", "kv_past_length"]
+    assert [value.name for value in graph.output] == ["y"]
+    assert [node.op_type for node in graph.node] == ["KvCacheBegin", "QuantizedKvSdpa"]
+
+
+def test_between_graph_inputs_the_cache_must_come_first_too():
+    report = kvfuse.rewrite(onnx.parser.parse_model(BARE + SWAPPED))
+    assert [site.outcome for site in report.sites] == ["refused"]
+    assert "is as long as the query" in report.sites[0].reason
