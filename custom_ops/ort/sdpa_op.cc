@@ -225,6 +225,7 @@ class SdpaKernel {
         if (rows[earlier].sequence == rows[b].sequence)
           Fail(attributes_.where, " expected each sequence in one row of the batch; found sequence ", slot[0],
                " twice");
+      rows[b].sequence->CheckLayer(rows[b].run, attributes_.layer, format);
     }
     return rows;
   }
