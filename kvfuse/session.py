@@ -7,13 +7,18 @@ import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnxruntime
 
-from kvfuse.errors import LibraryError, SequenceError
+from kvfuse.errors import LibraryError, ModelError, SequenceError
 from kvfuse.library import library_path, native, registration_lock
 from kvfuse.sequence import SequenceView
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kvfuse.past import PastIO
 
 SESSION_KEY = "kvfuse.session"
 SEQUENCE_INPUT = "kv_sequence"
@@ -83,6 +88,8 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
         if providers is None and not options.has_providers():
             providers = ["CPUExecutionProvider"]
         self._options = options
+        self._model = path_or_bytes
+        self._past: PastIO | None = None
         with self._fresh_token(), _duplicate_library():
             super().__init__(path_or_bytes, options, providers, provider_options, **kwargs)
         self._check_binding()
@@ -155,6 +162,51 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
         if len(set(lengths)) > 1:
             raise SequenceError(f"[past_length] expected rows of one length; found {lengths}")
         return lengths[0] if lengths else 0
+
+    def import_past(self, past: Mapping[str, NDArray[Any]]) -> None:
+        """Fills the session's own sequences with float caches, as a decoder with past inputs would be fed.
+
+        Args:
+            past: original past input name -> array in that input's layout, one for each cache that the
+                rewriting took in; f32 or f16, [B, ...] with one length for all rows.
+
+        Raises:
+            SequenceError: a cache is missing, unknown or of another shape; the sequences are as before.
+            ModelError: the model was not rewritten by kvfuse.
+        """
+        caches = self._past_io()
+        batch = caches.batch_size(past)
+        handles = native().default_sequences(self._token, batch)
+        caches.load(past, handles[:batch])
+        for handle in handles[batch:]:
+            native().truncate_sequence(handle, 0)
+
+    def export_past(self) -> dict[str, NDArray[Any]]:
+        """Reads the session's own sequences as the original graph's past inputs.
+
+        Returns:
+            original past input name -> array in its own layout and dtype. Tokens in the exact windows are as
+            they went in, the others what their codes stand for; those that a sliding window has freed are
+            zeros.
+
+        Raises:
+            SequenceError: the rows hold different numbers of tokens.
+            ModelError: the model was not rewritten by kvfuse.
+        """
+        caches, length = self._past_io(), self.past_length
+        handles = [sequence.id for sequence in self.sequences if len(sequence)]
+        if not handles:
+            raise SequenceError("[export_past] expected sequences that have run; found none")
+        return caches.save(handles, length)
+
+    def _past_io(self) -> PastIO:
+        from kvfuse.past import PastIO  # reads the model with the onnx package, which running does not need
+
+        if not self._stateful:
+            raise ModelError("[past] expected a model that kvfuse has rewritten; found none of its ops")
+        if self._past is None:
+            self._past = PastIO(self._model)
+        return self._past
 
     def reset(self) -> None:
         """Empties the session's own sequences, so that the next run starts a new conversation."""

@@ -47,12 +47,12 @@ std::map<std::string, int64_t> Sequence::Bytes() {
   return bytes;
 }
 
-LayerSnapshot Sequence::Snapshot(const std::string& layer) {
+void Sequence::ReadLayer(const std::string& layer, const std::function<void(const LayerCache&)>& read) {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = layers_.find(layer);
   if (found == layers_.end()) Fail("[sequence ", id_, "] expected a layer that has run; found '", layer, "'");
   std::lock_guard<std::mutex> layer_lock(found->second->mutex);
-  return found->second->Snapshot();
+  read(*found->second);
 }
 
 void Sequence::TruncateLocked(int64_t length) {
@@ -200,6 +200,10 @@ std::shared_ptr<std::vector<int64_t>> SequenceTable::Published(const std::string
   std::lock_guard<std::mutex> lock(published_mutex_);
   const auto found = published_.find(token);
   return found == published_.end() ? nullptr : found->second.lock();
+}
+
+void SequenceTable::Grow(std::vector<int64_t>& rows, size_t count) {
+  while (rows.size() < count) rows.push_back(Create()->id());
 }
 
 }  // namespace kvfuse

@@ -88,7 +88,7 @@ class BeginKernel {
         sequences.push_back(table.Find(wanted[b]));
         continue;
       }
-      while (rows_->size() <= b) rows_->push_back(table.Create()->id());
+      table.Grow(*rows_, b + 1);
       sequences.push_back(table.Find((*rows_)[b]));
     }
     return sequences;

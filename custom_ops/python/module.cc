@@ -68,7 +68,8 @@ FloatArray HalfRound(const FloatArray& values) {
 }
 
 py::dict DumpLayer(int64_t id, const std::string& layer) {
-  const kvfuse::LayerSnapshot shot = SequenceTable::Global().Find(id)->Snapshot(layer);
+  kvfuse::LayerSnapshot shot;
+  SequenceTable::Global().Find(id)->ReadLayer(layer, [&](const kvfuse::LayerCache& cache) { shot = cache.Snapshot(); });
   const kvfuse::CacheFormat& f = shot.format;
   const py::ssize_t heads = f.kv_num_heads, encoded = shot.encoded_end - shot.begin;
   const py::ssize_t exact = shot.length - shot.exact_begin, sinks = std::min(f.n_sink, shot.length);
@@ -92,11 +93,30 @@ py::dict DumpLayer(int64_t id, const std::string& layer) {
   return out;
 }
 
-py::object DefaultSequences(const std::string& token) {
+// (key, value), f32 [kv_num_heads, count, dim] each: the first `count` tokens of a layer as floats.
+py::tuple ReadLayer(int64_t id, const std::string& layer, int64_t count) {
+  FloatArray key, value;
+  SequenceTable::Global().Find(id)->ReadLayer(layer, [&](const kvfuse::LayerCache& cache) {
+    if (count < 0 || count > cache.length())
+      kvfuse::Fail("[layer '", layer, "'] expected at most its ", cache.length(), " tokens; found ", count);
+    const kvfuse::CacheFormat& format = cache.format();
+    for (const bool is_key : {true, false}) {
+      const py::ssize_t heads = format.kv_num_heads, dim = is_key ? format.key.dim : format.value.dim;
+      FloatArray rows({heads, py::ssize_t{count}, dim});
+      for (int head = 0; head < heads; ++head)
+        for (int64_t j = 0; j < count; ++j) cache.ReadRow(is_key, head, j, rows.mutable_data(head, j, 0));
+      (is_key ? key : value) = rows;
+    }
+  });
+  return py::make_tuple(key, value);
+}
+
+py::object DefaultSequences(const std::string& token, size_t count) {
   SequenceTable& table = SequenceTable::Global();
   const auto rows = table.Published(token);
   if (rows == nullptr) return py::none();
   std::lock_guard<std::mutex> lock(table.published_mutex());
+  table.Grow(*rows, count);
   return py::cast(*rows);
 }
 
@@ -122,7 +142,8 @@ PYBIND11_MODULE(_native, m) {
   m.def("sequence_exact_begin", [find](int64_t id) { return find(id)->ExactBegin(); }, unlocked);
   m.def("sequence_nbytes", [find](int64_t id) { return find(id)->Bytes(); }, unlocked);
   m.def("truncate_sequence", [find](int64_t id, int64_t length) { find(id)->Truncate(length); }, unlocked);
-  m.def("default_sequences", DefaultSequences, py::arg("token"));
+  m.def("default_sequences", DefaultSequences, py::arg("token"), py::arg("count") = 0);
+  m.def("read_layer", ReadLayer, py::arg("id"), py::arg("layer"), py::arg("count"));
   m.def("dump_layer", DumpLayer, py::arg("id"), py::arg("layer"));
   m.def("kernel_name", [] { return kvfuse::Kernels().name; });
   m.def("kernels", [] {

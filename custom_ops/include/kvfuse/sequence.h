@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -35,7 +36,7 @@ struct LayerSnapshot {
 };
 
 // K and V of one layer of one sequence. Not synchronized: callers hold `mutex`.
-class LayerCache {
+class KVFUSE_EXPORT LayerCache {
  public:
   explicit LayerCache(const CacheFormat& format) : format_(format) {}
 
@@ -62,6 +63,8 @@ class LayerCache {
   void CheckTruncate(int64_t length) const;
 
   LayerSnapshot Snapshot() const;
+  // One row as floats: exact where it is held exactly, else decoded; zeros where a sliding window has freed it.
+  void ReadRow(bool key, int head, int64_t position, float* out) const;
 
  private:
   struct Chunk {
@@ -107,7 +110,8 @@ class KVFUSE_EXPORT Sequence {
   int64_t ExactBegin();
   std::map<std::string, int64_t> Bytes();
   void Truncate(int64_t length);
-  LayerSnapshot Snapshot(const std::string& layer);
+  // Calls read(layer cache) with the layer's mutex held; throws Error for a layer that has not run.
+  void ReadLayer(const std::string& layer, const std::function<void(const LayerCache&)>& read);
 
   // Starts a run at `past` (-1: at the present length) and returns {past length, run number}. Any run still
   // under way on this sequence is from now on refused. Check first with CheckBegin. Nothing is dropped before
@@ -161,6 +165,8 @@ class KVFUSE_EXPORT SequenceTable {
   // A session's own sequences, findable by the token in its options ("kvfuse.session").
   void Publish(const std::string& token, std::shared_ptr<std::vector<int64_t>> rows);
   std::shared_ptr<std::vector<int64_t>> Published(const std::string& token);
+  // Makes the session's own sequences at least `count`; call it with published_mutex held.
+  void Grow(std::vector<int64_t>& rows, size_t count);
 
   std::mutex& published_mutex() { return published_mutex_; }
 
