@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvfuse.library import library_path, register
     from kvfuse.pipeline import inspect, rewrite
     from kvfuse.report import RewriteReport
-    from kvfuse.sequence import KvSequence
+    from kvfuse.sequence import KvSequence, memory_in_use, reorder, set_memory_limit
     from kvfuse.session import InferenceSession
 
     __version__: str
@@ -39,8 +39,11 @@ _HOMES = {
     "SequenceError": "kvfuse.errors",
     "inspect": "kvfuse.pipeline",
     "library_path": "kvfuse.library",
+    "memory_in_use": "kvfuse.sequence",
     "register": "kvfuse.library",
+    "reorder": "kvfuse.sequence",
     "rewrite": "kvfuse.pipeline",
+    "set_memory_limit": "kvfuse.sequence",
 }
 
 __all__ = [
@@ -56,8 +59,11 @@ __all__ = [
     "__version__",
     "inspect",
     "library_path",
+    "memory_in_use",
     "register",
+    "reorder",
     "rewrite",
+    "set_memory_limit",
 ]
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import ModuleType, TracebackType
 
 from kvfuse.errors import SequenceError
@@ -73,6 +74,43 @@ class SequenceView:
         with _sequence_errors():
             return int(self._native.sequence_exact_begin(self._id))
 
+    def reset(self) -> None:
+        """Forgets every token; the sequence may then serve another model."""
+        self.truncate(0)
+
+    def fork(self) -> KvSequence:
+        """Returns a second sequence with the same tokens.
+
+        The two share their pages until one of them writes to one, so the cost is O(pages), not O(tokens). During
+        a run the copy is of what the sequence held before it.
+        """
+        with _sequence_errors():
+            return KvSequence._adopt(int(self._native.fork_sequence(self._id)))
+
+    def freeze(self) -> bytes:
+        """Returns the state as a safetensors container, independent of kernel and machine, with a checksum."""
+        with _sequence_errors():
+            return bytes(self._native.freeze_sequence(self._id))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes `freeze()` to a file, which is replaced in one step or left as it was.
+
+        Raises:
+            SequenceError: the sequence is gone, or the file cannot be written.
+        """
+        with _sequence_errors():
+            self._native.save_sequence(self._id, os.fspath(path))
+
+    def set_limits(self, max_tokens: int | None = None, max_bytes: int | None = None) -> None:
+        """Limits what the sequence may hold; a run that would pass a limit raises SequenceError.
+
+        Args:
+            max_tokens: tokens; None for no limit.
+            max_bytes: bytes of pages over all layers; None for no limit.
+        """
+        with _sequence_errors():
+            self._native.set_sequence_limits(self._id, _limit(max_tokens), _limit(max_bytes))
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}(id={self._id})"
 
@@ -89,9 +127,41 @@ class KvSequence(SequenceView):
     """
 
     def __init__(self) -> None:
-        module = native()
-        super().__init__(int(module.create_sequence()))
-        self._destroy = weakref.finalize(self, module.destroy_sequence, self._id)
+        self._own(int(native().create_sequence()))
+
+    def _own(self, sequence_id: int) -> None:
+        super().__init__(sequence_id)
+        self._destroy = weakref.finalize(self, self._native.destroy_sequence, sequence_id)
+
+    @classmethod
+    def _adopt(cls, sequence_id: int) -> KvSequence:
+        """Takes over a sequence that the library has made."""
+        sequence = cls.__new__(cls)
+        sequence._own(sequence_id)
+        return sequence
+
+    @classmethod
+    def unfreeze(cls, data: bytes) -> KvSequence:
+        """Returns a new sequence with a state that `freeze` gave.
+
+        The bytes are not trusted: all of them are checked before anything is made. Whether they fit a model is
+        checked by the first run with it.
+
+        Raises:
+            SequenceError: the bytes are damaged or no state; the sentence names the field.
+        """
+        with _sequence_errors():
+            return cls._adopt(int(native().unfreeze_sequence(data)))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> KvSequence:
+        """Returns a new sequence with a state that `save` wrote.
+
+        Raises:
+            SequenceError: the file cannot be read, or its bytes are no state.
+        """
+        with _sequence_errors():
+            return cls._adopt(int(native().load_sequence(os.fspath(path))))
 
     def close(self) -> None:
         """Frees the sequence; closing twice is harmless.
@@ -109,3 +179,43 @@ class KvSequence(SequenceView):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def reorder(sequences: Sequence[KvSequence], index: Sequence[int]) -> list[KvSequence]:
+    """Selects and copies sequences in one step, as beam search does after each token.
+
+    Args:
+        sequences: different sequences.
+        index: for each wanted sequence, the position in `sequences` that it goes on from.
+
+    Returns:
+        One sequence for each of `index`. The first use of a sequence is that very object, later uses are forks;
+        sequences without a use are closed.
+
+    Raises:
+        SequenceError: a sequence is gone or given twice, or an index is out of range; nothing has changed.
+    """
+    by_id = {sequence.id: sequence for sequence in sequences}
+    with _sequence_errors():
+        ids = native().reorder_sequences([sequence.id for sequence in sequences], [int(i) for i in index])
+    result = [by_id[i] if i in by_id else KvSequence._adopt(i) for i in ids]
+    for sequence in sequences:
+        if sequence.id not in ids:
+            sequence._destroy.detach()  # the library has destroyed it
+    return result
+
+
+def set_memory_limit(max_bytes: int | None) -> None:
+    """Limits the bytes of all caches in this process; None lifts it. A run that would pass it raises SequenceError."""
+    if max_bytes is not None and max_bytes < 0:
+        raise SequenceError(f"[memory] expected a limit of 0 bytes or more, or None; found {max_bytes}")
+    native().set_process_limit(_limit(max_bytes))
+
+
+def memory_in_use() -> int:
+    """Returns the bytes of all caches in this process, pages shared by forks once."""
+    return int(native().process_nbytes())
+
+
+def _limit(value: int | None) -> int:
+    return -1 if value is None else value

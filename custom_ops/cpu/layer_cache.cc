@@ -12,42 +12,7 @@ namespace {
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Makes the page exist and be ours alone, copying it when another sequence shares it.
-void MakeWritable(Page& page, int64_t bytes) {
-  if (page == nullptr)
-    page = std::make_shared<std::vector<uint8_t>>(bytes);
-  else if (page.use_count() > 1)
-    page = std::make_shared<std::vector<uint8_t>>(*page);
-}
-
-void MakeWritable(std::vector<Page>& pages, int64_t index, int64_t bytes) {
-  if (static_cast<int64_t>(pages.size()) <= index) pages.resize(index + 1);
-  MakeWritable(pages[index], bytes);
-}
-
-float* Floats(const Page& page) { return reinterpret_cast<float*>(page->data()); }
-
-void Shrink(std::vector<Page>& pages, int64_t count) {
-  if (static_cast<int64_t>(pages.size()) > count) pages.resize(count);
-}
-
-// Frees pages [0, count) but keeps their places.
-void FreeFront(std::vector<Page>& pages, int64_t count) {
-  for (int64_t i = std::min<int64_t>(count, pages.size()) - 1; i >= 0 && pages[i] != nullptr; --i) pages[i].reset();
-}
-
-int64_t TotalBytes(const std::vector<Page>& pages) {
-  int64_t bytes = 0;
-  for (const Page& page : pages) bytes += page == nullptr ? 0 : static_cast<int64_t>(page->size());
-  return bytes;
-}
-
-template <typename T>
-void FillPointers(const std::vector<Page>& pages, std::vector<const T*>& pointers) {
-  pointers.resize(pages.size());
-  for (size_t i = 0; i < pages.size(); ++i)
-    pointers[i] = pages[i] == nullptr ? nullptr : reinterpret_cast<const T*>(pages[i]->data());
-}
+const float* Floats(const Page& page) { return reinterpret_cast<const float*>(page.data()); }
 
 // The f16 mean of a block's rows, per channel, over the rows that are finite throughout: one bad token must
 // not reach its neighbours' bytes.
@@ -83,10 +48,43 @@ std::string CacheFormat::Describe() const {
 }
 
 int64_t LayerCache::nbytes() const {
-  int64_t bytes = TotalBytes(pages_) + TotalBytes(means_) + TotalBytes(exact_keys_) + TotalBytes(exact_values_);
-  for (const Page* sink : {&sink_key_, &sink_value_})
-    if (*sink != nullptr) bytes += static_cast<int64_t>((*sink)->size());
+  int64_t bytes = pages_.nbytes() + means_.nbytes() + exact_keys_.nbytes() + exact_values_.nbytes();
+  for (const Page* sink : {&sink_key_, &sink_value_}) bytes += *sink ? sink->size() : 0;
   return bytes;
+}
+
+int64_t LayerCache::GrowthBytes(int64_t count) const {
+  const auto added = [](const PageRun& run, int64_t from, int64_t end) {
+    return std::max<int64_t>(0, end - std::max(from, run.end()));
+  };
+  const int64_t total = length_ + count, encoded = std::max(encoded_end_, format_.EncodedEnd(total));
+  const int64_t exact_from = std::max(length_, KeepExactFrom(total));
+  int64_t bytes = added(pages_, encoded_end_ / kPageTokens, CeilDiv(encoded, kPageTokens)) * format_.page_bytes();
+  if (format_.centered())
+    bytes += added(means_, encoded_end_ / format_.block, CeilDiv(encoded, format_.block)) * mean_bytes();
+  for (const bool key : {true, false})
+    bytes += added(key ? exact_keys_ : exact_values_, exact_from / kExactPageTokens,
+                   exact_from < total ? CeilDiv(total, kExactPageTokens) : 0) *
+             ExactPageBytes(key);
+  const int64_t sinks = std::max<int64_t>(0, std::min(format_.n_sink, total) - length_);
+  return bytes + sinks * format_.kv_num_heads * (format_.key.dim + format_.value.dim) * 4;
+}
+
+std::shared_ptr<LayerCache> LayerCache::Fork() const {
+  auto fork = std::make_shared<LayerCache>(format_);
+  fork->length_ = length_;
+  fork->encoded_end_ = encoded_end_;
+  fork->pages_begin_ = pages_begin_;
+  fork->exact_begin_ = exact_begin_;
+  fork->undo_begin_ = undo_begin_;
+  fork->undo_end_ = undo_end_;
+  fork->pages_ = pages_;
+  fork->means_ = means_;
+  fork->exact_keys_ = exact_keys_;
+  fork->exact_values_ = exact_values_;
+  fork->sink_key_ = sink_key_;
+  fork->sink_value_ = sink_value_;
+  return fork;
 }
 
 // Exact rows that a later query, or a block still to be encoded, may need; plus the slack.
@@ -102,60 +100,70 @@ void LayerCache::Prepare(int64_t past, int64_t count, const Rows& key, const Row
   const int64_t encoded = std::min(encoded_end_, past);
   chunk_.encode_from = encoded;
   chunk_.encode_to = std::max(encoded, format_.EncodedEnd(chunk_.total));
-  for (int64_t i = encoded / kPageTokens; i < CeilDiv(chunk_.encode_to, kPageTokens); ++i)
-    if (chunk_.encode_to > encoded) MakeWritable(pages_, i, format_.page_bytes());
-  if (format_.centered())
-    for (int64_t i = encoded / format_.block; i < CeilDiv(chunk_.encode_to, format_.block); ++i)
-      MakeWritable(means_, i, int64_t{format_.kv_num_heads} * format_.key.dim * 2);
+  if (chunk_.encode_to > encoded) {
+    for (int64_t i = encoded / kPageTokens; i < CeilDiv(chunk_.encode_to, kPageTokens); ++i)
+      pages_.Writable(i, format_.page_bytes());
+    for (int64_t i = encoded / format_.block; format_.centered() && i < CeilDiv(chunk_.encode_to, format_.block); ++i)
+      means_.Writable(i, mean_bytes());
+  }
   StoreSinks();
   StoreExact(std::max(past, KeepExactFrom(chunk_.total)));
   RefreshPointers();
 }
 
+// The sinks grow token by token until all are there; each time into new pages, which a fork does not share.
 void LayerCache::StoreSinks() {
   const int64_t end = std::min(format_.n_sink, chunk_.total);
   if (chunk_.past >= end) return;
   for (const bool key : {true, false}) {
-    const int dim = key ? format_.key.dim : format_.value.dim;
+    const int64_t dim = key ? format_.key.dim : format_.value.dim, row_bytes = dim * 4;
     Page& sink = key ? sink_key_ : sink_value_;
-    MakeWritable(sink, format_.kv_num_heads * format_.n_sink * dim * 4);
-    for (int head = 0; head < format_.kv_num_heads; ++head)
-      for (int64_t j = chunk_.past; j < end; ++j)
-        std::memcpy(Floats(sink) + (head * format_.n_sink + j) * dim,
-                    (key ? chunk_.key : chunk_.value).at(head, j - chunk_.past), dim * sizeof(float));
+    Page grown = Page::Make(end * format_.kv_num_heads * row_bytes);
+    if (chunk_.past > 0) std::memcpy(grown.data(), sink.data(), chunk_.past * format_.kv_num_heads * row_bytes);
+    for (int64_t j = chunk_.past; j < end; ++j)
+      for (int head = 0; head < format_.kv_num_heads; ++head)
+        std::memcpy(grown.data() + (j * format_.kv_num_heads + head) * row_bytes,
+                    (key ? chunk_.key : chunk_.value).at(head, j - chunk_.past), row_bytes);
+    sink = std::move(grown);
   }
 }
 
 void LayerCache::StoreExact(int64_t from) {
-  if (exact_keys_.empty()) exact_page_begin_ = from / kExactPageTokens;
   for (const bool key : {true, false}) {
-    const int dim = key ? format_.key.dim : format_.value.dim;
-    std::vector<Page>& pages = key ? exact_keys_ : exact_values_;
-    const int64_t page_bytes = int64_t{format_.kv_num_heads} * kExactPageTokens * dim * 4;
+    const int64_t row_bytes = (key ? format_.key.dim : format_.value.dim) * 4;
+    uint8_t* page = nullptr;
     for (int64_t j = from; j < chunk_.total; ++j) {
-      if (j == from || j % kExactPageTokens == 0) MakeWritable(pages, ExactPage(j), page_bytes);
-      float* page = Floats(pages[ExactPage(j)]);
+      if (j == from || j % kExactPageTokens == 0)
+        page = (key ? exact_keys_ : exact_values_).Writable(j / kExactPageTokens, ExactPageBytes(key));
       for (int head = 0; head < format_.kv_num_heads; ++head)
-        std::memcpy(page + (int64_t{head} * kExactPageTokens + j % kExactPageTokens) * dim,
-                    (key ? chunk_.key : chunk_.value).at(head, j - chunk_.past), dim * sizeof(float));
+        std::memcpy(page + (int64_t{head} * kExactPageTokens + j % kExactPageTokens) * row_bytes,
+                    (key ? chunk_.key : chunk_.value).at(head, j - chunk_.past), row_bytes);
     }
   }
 }
 
 void LayerCache::RefreshPointers() {
-  FillPointers(pages_, page_pointers_);
-  FillPointers(means_, mean_pointers_);
-  FillPointers(exact_keys_, exact_key_pointers_);
-  FillPointers(exact_values_, exact_value_pointers_);
+  pages_.FillPointers(page_pointers_);
+  means_.FillPointers(mean_pointers_);
+  exact_keys_.FillPointers(exact_key_pointers_);
+  exact_values_.FillPointers(exact_value_pointers_);
+}
+
+const float* LayerCache::ExactRow(bool key, int head, int64_t position) const {
+  const Page& page = (key ? exact_keys_ : exact_values_)[position / kExactPageTokens];
+  const int64_t row = int64_t{head} * kExactPageTokens + position % kExactPageTokens;
+  return Floats(page) + row * (key ? format_.key.dim : format_.value.dim);
+}
+
+const float* LayerCache::SinkRow(bool key, int head, int64_t position) const {
+  const int64_t row = position * format_.kv_num_heads + head;
+  return Floats(key ? sink_key_ : sink_value_) + row * (key ? format_.key.dim : format_.value.dim);
 }
 
 // An f32 row of this chunk or of the exact pages; null where the floats are gone.
 const float* LayerCache::FloatRow(bool key, int head, int64_t position) const {
   if (position >= chunk_.past) return (key ? chunk_.key : chunk_.value).at(head, position - chunk_.past);
-  if (position < exact_begin_) return nullptr;
-  const int dim = key ? format_.key.dim : format_.value.dim;
-  const Page& page = (key ? exact_keys_ : exact_values_)[ExactPage(position)];
-  return Floats(page) + (int64_t{head} * kExactPageTokens + position % kExactPageTokens) * dim;
+  return position < exact_begin_ ? nullptr : ExactRow(key, head, position);
 }
 
 void LayerCache::EncodeHead(int head) {
@@ -165,7 +173,7 @@ void LayerCache::EncodeHead(int head) {
     const uint16_t* mean = nullptr;
     if (format_.centered()) {
       const int64_t block = j / format_.block;
-      auto* means = reinterpret_cast<uint16_t*>(means_[block]->data()) + int64_t{head} * format_.key.dim;
+      auto* means = reinterpret_cast<uint16_t*>(means_[block].data()) + int64_t{head} * format_.key.dim;
       if (block != block_of_mean) {
         block_of_mean = block;
         rows.clear();
@@ -176,7 +184,7 @@ void LayerCache::EncodeHead(int head) {
       }
       mean = means;
     }
-    uint8_t* page = pages_[j / kPageTokens]->data();
+    uint8_t* page = pages_[j / kPageTokens].data();
     EncodeRow(format_.key, FloatRow(true, head, j), mean, page + format_.key_row_offset(head, j % kPageTokens));
     EncodeRow(format_.value, FloatRow(false, head, j), nullptr, page + format_.value_row_offset(head, j % kPageTokens));
   }
@@ -188,10 +196,12 @@ CacheView LayerCache::View() const {
   view.pages = page_pointers_.data();
   view.exact_key_pages = exact_key_pointers_.data();
   view.exact_value_pages = exact_value_pointers_.data();
-  view.sink_key = sink_key_ == nullptr ? nullptr : Floats(sink_key_);
-  view.sink_value = sink_value_ == nullptr ? nullptr : Floats(sink_value_);
+  view.sink_key = sink_key_ ? Floats(sink_key_) : nullptr;
+  view.sink_value = sink_value_ ? Floats(sink_value_) : nullptr;
   view.block_means = mean_pointers_.data();
-  view.exact_page_begin = exact_page_begin_;
+  view.page_begin = pages_.begin();
+  view.mean_begin = means_.begin();
+  view.exact_page_begin = exact_keys_.begin();
   view.exact_begin = exact_begin_;
   view.past = chunk_.past;
   view.total = chunk_.total;
@@ -211,15 +221,13 @@ void LayerCache::Commit() {
 
 void LayerCache::Settle() {
   undo_end_ = -1;
-  const int64_t gone = std::clamp<int64_t>(exact_begin_ / kExactPageTokens - exact_page_begin_, 0, exact_keys_.size());
-  for (std::vector<Page>* pages : {&exact_keys_, &exact_values_}) pages->erase(pages->begin(), pages->begin() + gone);
-  exact_page_begin_ += gone;
+  exact_keys_.FreeBefore(exact_begin_ / kExactPageTokens);
+  exact_values_.FreeBefore(exact_begin_ / kExactPageTokens);
   if (format_.window_left < 0) return;
   const int64_t unseen = std::max<int64_t>(0, length_ - format_.window_left - kRollbackSlack);
-  const int64_t pages = std::min(unseen, encoded_end_) / kPageTokens;
-  pages_begin_ = std::max(pages_begin_, pages * kPageTokens);
-  FreeFront(pages_, pages);
-  FreeFront(means_, pages_begin_ / format_.block);
+  pages_begin_ = std::max(pages_begin_, std::min(unseen, encoded_end_) / kPageTokens * kPageTokens);
+  pages_.FreeBefore(pages_begin_ / kPageTokens);
+  means_.FreeBefore(pages_begin_ / format_.block);
 }
 
 void LayerCache::CheckTruncate(int64_t length) const {
@@ -238,11 +246,10 @@ void LayerCache::Truncate(int64_t length) {
   // A block that is open again counts as not encoded while its floats are there; else it stays low-bit.
   encoded_end_ = std::min(encoded_end_, std::max(format_.EncodedEnd(length), exact_begin_));
   if (length == 0) pages_begin_ = 0;
-  Shrink(pages_, CeilDiv(encoded_end_, kPageTokens));
-  Shrink(means_, CeilDiv(encoded_end_, format_.block));
-  const int64_t exact_pages = std::max<int64_t>(0, CeilDiv(length, kExactPageTokens) - exact_page_begin_);
-  Shrink(exact_keys_, exact_pages);
-  Shrink(exact_values_, exact_pages);
+  pages_.FreeFrom(CeilDiv(encoded_end_, kPageTokens));
+  means_.FreeFrom(CeilDiv(encoded_end_, format_.block));
+  exact_keys_.FreeFrom(CeilDiv(length, kExactPageTokens));
+  exact_values_.FreeFrom(CeilDiv(length, kExactPageTokens));
 }
 
 }  // namespace kvfuse

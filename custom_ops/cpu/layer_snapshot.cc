@@ -42,57 +42,52 @@ void Decode(const SideFormat& side, const uint8_t* row, const uint16_t* mean, fl
 void LayerCache::ReadRow(bool key, int head, int64_t position, float* out) const {
   const SideFormat& side = key ? format_.key : format_.value;
   if (position < format_.n_sink || position >= exact_begin_) {
-    const Page& page = position < format_.n_sink ? (key ? sink_key_ : sink_value_)
-                                                 : (key ? exact_keys_ : exact_values_)[ExactPage(position)];
-    const int64_t row = position < format_.n_sink ? head * format_.n_sink + position
-                                                  : int64_t{head} * kExactPageTokens + position % kExactPageTokens;
-    std::memcpy(out, reinterpret_cast<const float*>(page->data()) + row * side.dim, side.dim * sizeof(float));
+    const float* row = position < format_.n_sink ? SinkRow(key, head, position) : ExactRow(key, head, position);
+    std::copy(row, row + side.dim, out);
   } else if (position < pages_begin_) {
     std::fill(out, out + side.dim, 0.0f);  // a sliding window has freed it: no query sees it any more
   } else {
-    const uint8_t* page = pages_[position / kPageTokens]->data();
+    const uint8_t* page = pages_[position / kPageTokens].data();
     const int64_t token = position % kPageTokens;
     const uint16_t* mean = nullptr;
     if (key && format_.centered())
-      mean = reinterpret_cast<const uint16_t*>(means_[position / format_.block]->data()) + int64_t{head} * side.dim;
+      mean = reinterpret_cast<const uint16_t*>(means_[position / format_.block].data()) + int64_t{head} * side.dim;
     Decode(side, page + (key ? format_.key_row_offset(head, token) : format_.value_row_offset(head, token)), mean, out);
   }
 }
 
-LayerSnapshot LayerCache::Snapshot() const {
+LayerSnapshot LayerCache::Snapshot(bool canonical) const {
   LayerSnapshot shot;
   shot.format = format_;
   shot.length = length_;
   shot.begin = pages_begin_;
   shot.encoded_end = encoded_end_;
-  shot.exact_begin = std::min(exact_begin_, length_);
+  shot.exact_begin = exact_begin_;
+  if (canonical) {  // without the slack, which depends on how the tokens came
+    const int64_t window = format_.block > 1 ? format_.EncodedEnd(length_) : length_ - format_.n_recent;
+    shot.exact_begin = std::max(exact_begin_, window);
+  }
   const int64_t sinks = std::min(format_.n_sink, length_);
   for (int head = 0; head < format_.kv_num_heads; ++head) {
     for (int64_t j = pages_begin_; j < encoded_end_; ++j) {
-      const uint8_t* page = pages_[j / kPageTokens]->data();
+      const uint8_t* page = pages_[j / kPageTokens].data();
       CopySide(format_.key, page + format_.key_row_offset(head, j % kPageTokens), {&shot.key_codes, &shot.key_scales});
       CopySide(format_.value, page + format_.value_row_offset(head, j % kPageTokens),
                {&shot.value_codes, &shot.value_scales});
     }
     if (format_.centered())
       for (int64_t b = pages_begin_ / format_.block; b < (encoded_end_ + format_.block - 1) / format_.block; ++b) {
-        const auto* mean = reinterpret_cast<const uint16_t*>(means_[b]->data()) + int64_t{head} * format_.key.dim;
+        const auto* mean = reinterpret_cast<const uint16_t*>(means_[b].data()) + int64_t{head} * format_.key.dim;
         for (int i = 0; i < format_.key.dim; ++i) shot.key_means.push_back(HalfToFloat(mean[i]));
       }
     for (const bool key : {true, false}) {
       const int dim = key ? format_.key.dim : format_.value.dim;
-      std::vector<float>& exact = key ? shot.exact_key : shot.exact_value;
-      for (int64_t j = shot.exact_begin; j < length_; ++j) {
-        const Page& page = (key ? exact_keys_ : exact_values_)[ExactPage(j)];
-        const float* row = reinterpret_cast<const float*>(page->data()) +
-                           (int64_t{head} * kExactPageTokens + j % kExactPageTokens) * dim;
-        exact.insert(exact.end(), row, row + dim);
-      }
-      std::vector<float>& sink = key ? shot.sink_key : shot.sink_value;
-      const float* row = sinks == 0 ? nullptr
-                                    : reinterpret_cast<const float*>((key ? sink_key_ : sink_value_)->data()) +
-                                          head * format_.n_sink * dim;
-      if (row != nullptr) sink.insert(sink.end(), row, row + sinks * dim);
+      const auto append = [dim](std::vector<float>& rows, const float* row) {
+        rows.insert(rows.end(), row, row + dim);
+      };
+      for (int64_t j = shot.exact_begin; j < length_; ++j)
+        append(key ? shot.exact_key : shot.exact_value, ExactRow(key, head, j));
+      for (int64_t j = 0; j < sinks; ++j) append(key ? shot.sink_key : shot.sink_value, SinkRow(key, head, j));
     }
   }
   return shot;

@@ -123,7 +123,7 @@ const float* ExactRow(const CacheView& cache, bool key, int head, int64_t j) {
   const CacheFormat& format = *cache.format;
   const int dim = key ? format.key.dim : format.value.dim;
   if (j >= cache.past) return (key ? cache.key : cache.value).at(head, j - cache.past);
-  if (j < format.n_sink) return (key ? cache.sink_key : cache.sink_value) + (head * format.n_sink + j) * dim;
+  if (j < format.n_sink) return (key ? cache.sink_key : cache.sink_value) + (j * format.kv_num_heads + head) * dim;
   const float* const* pages = key ? cache.exact_key_pages : cache.exact_value_pages;
   const float* page = pages[j / kExactPageTokens - cache.exact_page_begin];
   return page + (int64_t{head} * kExactPageTokens + j % kExactPageTokens) * dim;
@@ -155,7 +155,7 @@ void Attend(const AttendArgs& args) {
         score = args.scale * Dot(query.exact, ExactRow(cache, true, args.kv_head, j), format.key.dim);
       } else {
         if (!unpacked) {
-          const uint8_t* page = cache.pages[j / kPageTokens];
+          const uint8_t* page = cache.pages[j / kPageTokens - cache.page_begin];
           low_key.Read(format.key, page + format.key_row_offset(args.kv_head, j % kPageTokens));
           low_value.Read(format.value, page + format.value_row_offset(args.kv_head, j % kPageTokens));
           unpacked = true;
@@ -164,7 +164,8 @@ void Attend(const AttendArgs& args) {
         if (format.centered()) {
           if (query.mean_block != j / format.block) {
             query.mean_block = j / format.block;
-            const uint16_t* halves = cache.block_means[query.mean_block] + args.kv_head * format.key.dim;
+            const uint16_t* halves =
+                cache.block_means[query.mean_block - cache.mean_begin] + args.kv_head * format.key.dim;
             for (int i = 0; i < format.key.dim; ++i) mean[i] = HalfToFloat(halves[i]);
             query.mean_score = Dot(query.exact, mean.data(), format.key.dim);
           }

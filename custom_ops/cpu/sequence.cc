@@ -81,6 +81,29 @@ bool Sequence::Bound(const std::string& fingerprint, const std::vector<std::stri
   return fingerprint_ == fingerprint && layer_names_ == layers;
 }
 
+void Sequence::SetLimits(int64_t max_tokens, int64_t max_bytes) {
+  if (max_tokens < -1 || max_bytes < -1)
+    Fail("[sequence ", id_, "] expected limits of -1 (none) or more; found ", max_tokens, " tokens and ", max_bytes,
+         " bytes");
+  std::lock_guard<std::mutex> lock(mutex_);
+  max_tokens_ = max_tokens;
+  max_bytes_ = max_bytes;
+}
+
+void Sequence::CopyFrom(Sequence& other) {
+  std::scoped_lock lock(mutex_, other.mutex_);
+  const int64_t length = other.LengthLocked();
+  fingerprint_ = other.fingerprint_;
+  layer_names_ = other.layer_names_;
+  max_tokens_ = other.max_tokens_;
+  max_bytes_ = other.max_bytes_;
+  for (auto& [name, layer] : other.layers_) {
+    std::lock_guard<std::mutex> layer_lock(layer->mutex);
+    layers_[name] = layer->Fork();
+  }
+  TruncateLocked(length);  // a run under way on the other is not part of the copy
+}
+
 void Sequence::CheckBegin(const std::string& fingerprint, const std::vector<std::string>& layers, int64_t past) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (!Bound(fingerprint, layers) && past != 0 && LengthLocked() > 0)
@@ -107,9 +130,13 @@ std::pair<int64_t, int64_t> Sequence::Begin(const std::string& fingerprint, cons
   return {start, run};
 }
 
-void Sequence::CheckLayer(int64_t run, const std::string& layer, const CacheFormat& format) {
+void Sequence::CheckLayer(int64_t run, const std::string& layer, const CacheFormat& format, int64_t total,
+                          int64_t count) {
   std::lock_guard<std::mutex> lock(mutex_);
   CheckRun(run, layer);
+  if (max_tokens_ >= 0 && total > max_tokens_)
+    FailMemory("[layer '", layer, "'] expected at most ", max_tokens_, " tokens in sequence ", id_, "; found ", total);
+  if (max_bytes_ >= 0) CheckBytes(layer, format, count);
   const std::vector<std::string>& names = pending_ ? pending_->layers : layer_names_;
   if (!names.empty() && std::find(names.begin(), names.end(), layer) == names.end())
     Fail("[layer '", layer, "'] expected a layer key that the graph's KvCacheBegin lists; found none of its ",
@@ -121,6 +148,17 @@ void Sequence::CheckLayer(int64_t run, const std::string& layer, const CacheForm
   if (found->second->length() > 0)
     Fail("[layer '", layer, "'] expected what sequence ", id_, " already holds, ", found->second->format().Describe(),
          "; found ", format.Describe());
+}
+
+void Sequence::CheckBytes(const std::string& layer, const CacheFormat& format, int64_t count) {
+  int64_t bytes = layers_.count(layer) == 0 ? LayerCache(format).GrowthBytes(count) : 0;
+  for (auto& [name, cache] : layers_) {
+    std::lock_guard<std::mutex> layer_lock(cache->mutex);
+    bytes += cache->nbytes() + (name == layer ? cache->GrowthBytes(count) : 0);
+  }
+  if (bytes > max_bytes_)
+    FailMemory("[layer '", layer, "'] expected at most ", max_bytes_, " bytes in sequence ", id_, "; found a need for ",
+               bytes);
 }
 
 std::shared_ptr<LayerCache> Sequence::StartLayer(int64_t run, const std::string& layer, const CacheFormat& format) {
@@ -182,6 +220,54 @@ std::shared_ptr<Sequence> SequenceTable::Find(int64_t id) {
   const auto found = sequences_.find(id);
   if (found == sequences_.end()) Fail("[sequence] expected the handle of a live sequence; found ", id);
   return found->second;
+}
+
+std::shared_ptr<Sequence> SequenceTable::Fork(int64_t id) {
+  const std::shared_ptr<Sequence> source = Find(id), fork = Create();
+  try {
+    fork->CopyFrom(*source);
+  } catch (...) {
+    Destroy(fork->id());
+    throw;
+  }
+  return fork;
+}
+
+std::shared_ptr<Sequence> SequenceTable::Unfreeze(std::string_view bytes) {
+  const std::shared_ptr<Sequence> sequence = Create();
+  try {
+    sequence->Unfreeze(bytes);
+  } catch (...) {
+    Destroy(sequence->id());
+    throw;
+  }
+  return sequence;
+}
+
+std::vector<int64_t> SequenceTable::Reorder(const std::vector<int64_t>& handles, const std::vector<int64_t>& index) {
+  for (const int64_t handle : handles) {
+    Find(handle);
+    if (std::count(handles.begin(), handles.end(), handle) != 1)
+      Fail("[reorder] expected each sequence once; found ", handle, " twice");
+  }
+  for (const int64_t i : index)
+    if (i < 0 || i >= static_cast<int64_t>(handles.size()))
+      Fail("[reorder] expected indices from 0 to ", static_cast<int64_t>(handles.size()) - 1, "; found ", i);
+  std::vector<int64_t> result, forks;
+  std::vector<bool> used(handles.size(), false);
+  try {
+    for (const int64_t i : index) {
+      if (used[i]) forks.push_back(Fork(handles[i])->id());
+      result.push_back(used[i] ? forks.back() : handles[i]);
+      used[i] = true;
+    }
+  } catch (...) {
+    for (const int64_t fork : forks) Destroy(fork);
+    throw;
+  }
+  for (size_t i = 0; i < handles.size(); ++i)
+    if (!used[i]) Destroy(handles[i]);
+  return result;
 }
 
 size_t SequenceTable::size() {

@@ -65,6 +65,8 @@ OrtStatus* StatusFromException(OrtErrorCode code) {
     throw;
   } catch (const std::bad_alloc&) {
     return Api().CreateStatus(ORT_RUNTIME_EXCEPTION, "[kvfuse] expected enough memory for the cache; found none left");
+  } catch (const MemoryError& error) {
+    return Api().CreateStatus(ORT_RUNTIME_EXCEPTION, error.what());
   } catch (const std::exception& error) {
     return Api().CreateStatus(code, error.what());
   } catch (...) {

@@ -225,7 +225,8 @@ class SdpaKernel {
         if (rows[earlier].sequence == rows[b].sequence)
           Fail(attributes_.where, " expected each sequence in one row of the batch; found sequence ", slot[0],
                " twice");
-      rows[b].sequence->CheckLayer(rows[b].run, attributes_.layer, format);
+      rows[b].sequence->CheckLayer(rows[b].run, attributes_.layer, format, rows[b].past + dims.sequence_length,
+                                   dims.sequence_length);
     }
     return rows;
   }
@@ -241,7 +242,7 @@ class SdpaKernel {
     std::vector<Row> rows(dims.batch);
     for (int64_t b = 0; b < dims.batch; ++b) {
       if (private_[b] == nullptr) private_[b] = std::make_shared<Sequence>(0);
-      private_[b]->CheckLayer(0, attributes_.layer, format);
+      private_[b]->CheckLayer(0, attributes_.layer, format, 0, 0);
       rows[b].sequence = private_[b];
       rows[b].cache = private_[b]->StartLayer(0, attributes_.layer, format);
       rows[b].lock = std::unique_lock<std::mutex>(rows[b].cache->mutex);

@@ -141,6 +141,31 @@ PYBIND11_MODULE(_native, m) {
   m.def("sequence_length", [find](int64_t id) { return find(id)->Length(); }, unlocked);
   m.def("sequence_exact_begin", [find](int64_t id) { return find(id)->ExactBegin(); }, unlocked);
   m.def("sequence_nbytes", [find](int64_t id) { return find(id)->Bytes(); }, unlocked);
+  m.def("fork_sequence", [](int64_t id) { return SequenceTable::Global().Fork(id)->id(); }, unlocked);
+  m.def(
+      "reorder_sequences",
+      [](const std::vector<int64_t>& handles, const std::vector<int64_t>& index) {
+        return SequenceTable::Global().Reorder(handles, index);
+      },
+      unlocked);
+  m.def("set_sequence_limits",
+        [find](int64_t id, int64_t max_tokens, int64_t max_bytes) { find(id)->SetLimits(max_tokens, max_bytes); });
+  m.def("process_nbytes", [] { return kvfuse::Page::BytesInUse(); });
+  m.def("set_process_limit", [](int64_t bytes) { kvfuse::Page::SetLimit(bytes); });
+  m.def("freeze_sequence", [find](int64_t id) {
+    std::string bytes;
+    {
+      py::gil_scoped_release release;
+      bytes = find(id)->Freeze();
+    }
+    return py::bytes(bytes);
+  });
+  m.def("unfreeze_sequence",
+        [](const py::bytes& bytes) { return SequenceTable::Global().Unfreeze(std::string_view(bytes))->id(); });
+  m.def(
+      "save_sequence", [find](int64_t id, const std::string& path) { kvfuse::SaveSequence(*find(id), path); },
+      unlocked);
+  m.def("load_sequence", [](const std::string& path) { return kvfuse::LoadSequence(path)->id(); }, unlocked);
   m.def("truncate_sequence", [find](int64_t id, int64_t length) { find(id)->Truncate(length); }, unlocked);
   m.def("default_sequences", DefaultSequences, py::arg("token"), py::arg("count") = 0);
   m.def("read_layer", ReadLayer, py::arg("id"), py::arg("layer"), py::arg("count"));

@@ -18,8 +18,11 @@ SURFACE = {
     "__version__",
     "inspect",
     "library_path",
+    "memory_in_use",
     "register",
+    "reorder",
     "rewrite",
+    "set_memory_limit",
 }
 
 

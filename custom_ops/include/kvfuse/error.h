@@ -14,12 +14,25 @@ class KVFUSE_EXPORT Error : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// Memory, of the machine or of a limit, has run out.
+class KVFUSE_EXPORT MemoryError : public Error {
+ public:
+  using Error::Error;
+};
+
 // Throws Error with all arguments streamed into one sentence.
 template <typename... Parts>
 [[noreturn]] void Fail(const Parts&... parts) {
   std::ostringstream text;
   (text << ... << parts);
   throw Error(text.str());
+}
+
+template <typename... Parts>
+[[noreturn]] void FailMemory(const Parts&... parts) {
+  std::ostringstream text;
+  (text << ... << parts);
+  throw MemoryError(text.str());
 }
 
 }  // namespace kvfuse

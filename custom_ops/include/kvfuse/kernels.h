@@ -24,12 +24,13 @@ struct Rows {
 // What attention reads of one layer of one sequence while a chunk is being added.
 struct CacheView {
   const CacheFormat* format = nullptr;
-  const uint8_t* const* pages = nullptr;            // [ceil(encoded_end / kPageTokens)], null where freed
+  const uint8_t* const* pages = nullptr;            // from page_begin on
   const float* const* exact_key_pages = nullptr;    // [kv_num_heads][kExactPageTokens][key dim] each
   const float* const* exact_value_pages = nullptr;  // [kv_num_heads][kExactPageTokens][value dim] each
-  const float* sink_key = nullptr;                  // [kv_num_heads][n_sink][key dim]
-  const float* sink_value = nullptr;                // [kv_num_heads][n_sink][value dim]
-  const uint16_t* const* block_means = nullptr;     // per block: [kv_num_heads][key dim] halves
+  const float* sink_key = nullptr;                  // [tokens][kv_num_heads][key dim]
+  const float* sink_value = nullptr;                // [tokens][kv_num_heads][value dim]
+  const uint16_t* const* block_means = nullptr;     // [kv_num_heads][key dim] halves each, from mean_begin on
+  int64_t page_begin = 0, mean_begin = 0;           // numbers of the first page and the first mean
   int64_t exact_page_begin = 0;                     // number of the first exact page
   int64_t exact_begin = 0;                          // exact rows are held from here on
   int64_t past = 0, total = 0;                      // tokens before this chunk, and with it

@@ -12,17 +12,16 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <vector>
 
 #include "kvfuse/export.h"
 #include "kvfuse/format.h"
 #include "kvfuse/kernels.h"
+#include "kvfuse/page.h"
 
 namespace kvfuse {
-
-// Fixed-size bytes, reference-counted so that sequences can share pages; written only by a sole owner.
-using Page = std::shared_ptr<std::vector<uint8_t>>;
 
 // A copy of what one layer of one sequence holds, in the canonical order, for tests and for saving.
 struct LayerSnapshot {
@@ -39,6 +38,10 @@ struct LayerSnapshot {
 class KVFUSE_EXPORT LayerCache {
  public:
   explicit LayerCache(const CacheFormat& format) : format_(format) {}
+  // From a checked snapshot; see frozen.cc.
+  explicit LayerCache(const LayerSnapshot& snapshot);
+  // The same committed tokens, sharing all pages; an unsettled chunk is part of them.
+  std::shared_ptr<LayerCache> Fork() const;
 
   std::mutex mutex;
 
@@ -46,6 +49,8 @@ class KVFUSE_EXPORT LayerCache {
   int64_t length() const { return length_; }
   int64_t exact_begin() const { return exact_begin_; }
   int64_t nbytes() const;
+  // New page bytes that a chunk of `count` tokens takes.
+  int64_t GrowthBytes(int64_t count) const;
 
   // A chunk in three steps. Prepare allocates all memory and copies what stays exact (may throw; nothing
   // visible changes), EncodeHead writes the low-bit rows of one kv head (heads in parallel), Commit makes
@@ -62,7 +67,8 @@ class KVFUSE_EXPORT LayerCache {
   void Truncate(int64_t length);
   void CheckTruncate(int64_t length) const;
 
-  LayerSnapshot Snapshot() const;
+  // Canonical: what any run over the same tokens holds; otherwise with the slack as it is.
+  LayerSnapshot Snapshot(bool canonical = false) const;
   // One row as floats: exact where it is held exactly, else decoded; zeros where a sliding window has freed it.
   void ReadRow(bool key, int head, int64_t position, float* out) const;
 
@@ -74,7 +80,12 @@ class KVFUSE_EXPORT LayerCache {
   };
 
   int64_t KeepExactFrom(int64_t length) const;
-  int64_t ExactPage(int64_t position) const { return position / kExactPageTokens - exact_page_begin_; }
+  int64_t ExactPageBytes(bool key) const {
+    return int64_t{format_.kv_num_heads} * kExactPageTokens * (key ? format_.key.dim : format_.value.dim) * 4;
+  }
+  int64_t mean_bytes() const { return int64_t{format_.kv_num_heads} * format_.key.dim * 2; }
+  const float* ExactRow(bool key, int head, int64_t position) const;
+  const float* SinkRow(bool key, int head, int64_t position) const;
   const float* FloatRow(bool key, int head, int64_t position) const;
   void StoreExact(int64_t from);
   void StoreSinks();
@@ -82,14 +93,13 @@ class KVFUSE_EXPORT LayerCache {
 
   CacheFormat format_;
   int64_t length_ = 0;
-  int64_t encoded_end_ = 0;                      // the low-bit store holds [pages_begin_, encoded_end_)
-  int64_t pages_begin_ = 0;                      // a sliding window has freed what lies before
-  int64_t exact_begin_ = 0;                      // f32 rows are held from here to length_
-  int64_t undo_begin_ = 0, undo_end_ = -1;       // and here, in case the last chunk is dropped again
-  std::vector<Page> pages_, means_;              // per kPageTokens tokens; per block
-  std::vector<Page> exact_keys_, exact_values_;  // per kExactPageTokens tokens, from exact_page_begin_ on
-  int64_t exact_page_begin_ = 0;
-  Page sink_key_, sink_value_;
+  int64_t encoded_end_ = 0;                 // the low-bit store holds [pages_begin_, encoded_end_)
+  int64_t pages_begin_ = 0;                 // a sliding window has freed what lies before
+  int64_t exact_begin_ = 0;                 // f32 rows are held from here to length_
+  int64_t undo_begin_ = 0, undo_end_ = -1;  // and here, in case the last chunk is dropped again
+  PageRun pages_, means_;                   // per kPageTokens tokens; per block
+  PageRun exact_keys_, exact_values_;       // per kExactPageTokens tokens
+  Page sink_key_, sink_value_;              // [tokens][kv_num_heads][dim]
   Chunk chunk_;
   // The same pages as plain pointers, for the kernels.
   std::vector<const uint8_t*> page_pointers_;
@@ -110,6 +120,15 @@ class KVFUSE_EXPORT Sequence {
   int64_t ExactBegin();
   std::map<std::string, int64_t> Bytes();
   void Truncate(int64_t length);
+  void Reset() { Truncate(0); }
+  // -1 for none; checked before a run's layer appends.
+  void SetLimits(int64_t max_tokens, int64_t max_bytes);
+  // Makes this empty sequence a copy of another's committed tokens.
+  void CopyFrom(Sequence& other);
+  // The state in a safetensors container, and an empty sequence from one. Throws Error, and changes nothing, when
+  // the bytes are not exactly what Freeze writes.
+  std::string Freeze();
+  void Unfreeze(std::string_view bytes);
   // Calls read(layer cache) with the layer's mutex held; throws Error for a layer that has not run.
   void ReadLayer(const std::string& layer, const std::function<void(const LayerCache&)>& read);
 
@@ -122,7 +141,7 @@ class KVFUSE_EXPORT Sequence {
 
   // For each layer of that run: CheckLayer throws Error when the layer cannot join the run; StartLayer drops what
   // the run starts without, once, and returns the layer's cache, made on first use.
-  void CheckLayer(int64_t run, const std::string& layer, const CacheFormat& format);
+  void CheckLayer(int64_t run, const std::string& layer, const CacheFormat& format, int64_t total, int64_t count);
   std::shared_ptr<LayerCache> StartLayer(int64_t run, const std::string& layer, const CacheFormat& format);
   // After a layer's commit, its mutex released: once all layers of the run have come here, they are settled.
   void FinishLayer(int64_t run);
@@ -132,6 +151,7 @@ class KVFUSE_EXPORT Sequence {
  private:
   std::vector<LayerCache*> Layers();
   bool Bound(const std::string& fingerprint, const std::vector<std::string>& layers) const;
+  void CheckBytes(const std::string& layer, const CacheFormat& format, int64_t count);
   int64_t LengthLocked();
   void TruncateLocked(int64_t length);
 
@@ -146,6 +166,7 @@ class KVFUSE_EXPORT Sequence {
   std::atomic<int64_t> run_{0};
   std::mutex mutex_;  // guards all below, and is taken before any layer's mutex
   std::optional<Pending> pending_;
+  int64_t max_tokens_ = -1, max_bytes_ = -1;
   size_t finished_layers_ = 0;  // of the present run
   std::string fingerprint_;
   std::vector<std::string> layer_names_;  // of the bound model; empty: not bound yet
@@ -161,6 +182,11 @@ class KVFUSE_EXPORT SequenceTable {
   void Destroy(int64_t id);                    // throws Error for an unknown handle
   std::shared_ptr<Sequence> Find(int64_t id);  // throws Error for an unknown handle
   size_t size();
+  std::shared_ptr<Sequence> Fork(int64_t id);
+  std::shared_ptr<Sequence> Unfreeze(std::string_view bytes);
+  // Handles with the tokens of handles[index[i]]: the first use of each keeps its handle, later uses are forks,
+  // those without a use are destroyed. Throws Error, and changes nothing, for a bad handle or index.
+  std::vector<int64_t> Reorder(const std::vector<int64_t>& handles, const std::vector<int64_t>& index);
 
   // A session's own sequences, findable by the token in its options ("kvfuse.session").
   void Publish(const std::string& token, std::shared_ptr<std::vector<int64_t>> rows);
@@ -176,5 +202,9 @@ class KVFUSE_EXPORT SequenceTable {
   std::unordered_map<int64_t, std::shared_ptr<Sequence>> sequences_;
   std::unordered_map<std::string, std::weak_ptr<std::vector<int64_t>>> published_;
 };
+
+// Freeze to, and unfreeze from, a file. Throw FileError (an Error) when it cannot be read or written.
+KVFUSE_EXPORT void SaveSequence(Sequence& sequence, const std::string& path);
+KVFUSE_EXPORT std::shared_ptr<Sequence> LoadSequence(const std::string& path);
 
 }  // namespace kvfuse
