@@ -1,6 +1,6 @@
-"""Steps one token stream through a decoder, whether its caches are graph I/O or live inside kvfuse's op.
+"""Steps token streams through a decoder, whether its caches are graph I/O or live inside kvfuse's op.
 
-Dims: S new tokens, P past tokens, V vocabulary size; the batch size is 1.
+Dims: B batch size (1 but for `step_rows`), S new tokens, P past tokens, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from kvfuse.errors import ModelError
-from kvfuse.session import PAST_LENGTH_INPUT, InferenceSession
+from kvfuse.sequence import SequenceView
+from kvfuse.session import PAST_LENGTH_INPUT, SEQUENCE_INPUT, InferenceSession
 
 METADATA_KEY = "kvfuse"
 
@@ -84,7 +85,7 @@ class Decoder:
         """Runs the model on S >= 1 new tokens and returns their logits [S, V], or [1, V]: the last's."""
         ids = np.asarray(token_ids, np.int64)[np.newaxis]  # 1 S
         feeds = {
-            name: onnxruntime.OrtValue.ortvalue_from_numpy(self._plain_input(name, ids))
+            name: onnxruntime.OrtValue.ortvalue_from_numpy(self._plain_input(name, ids, self.length))
             for name in self._inputs
             if name not in self._caches
         }
@@ -99,6 +100,32 @@ class Decoder:
         array: NDArray[Any] = logits.numpy()
         return array.reshape(-1, array.shape[-1])
 
+    def step_rows(
+        self, token_ids: NDArray[np.int64], sequences: Sequence[SequenceView], past: int
+    ) -> NDArray[np.floating[Any]]:
+        """Runs one batch whose rows live in sequences of their own; the decoder's token count is not touched.
+
+        Args:
+            token_ids: [B, S], S >= 1.
+            sequences: one per row, each holding `past` tokens.
+            past: tokens before these.
+
+        Returns:
+            The last token's logits [B, V].
+
+        Raises:
+            ModelError: the model keeps caches as graph inputs.
+        """
+        if self._caches or not self._resettable:
+            raise ModelError(
+                "[decoder] expected a model whose caches are all inside kvfuse's op; found others"
+            )
+        feeds = {name: self._plain_input(name, token_ids, past) for name in self._inputs}
+        feeds[SEQUENCE_INPUT] = np.array([sequence.id for sequence in sequences], np.int64)
+        (logits,) = self.session.run([self._logits], feeds)
+        last: NDArray[Any] = logits.reshape(token_ids.shape[0], -1, logits.shape[-1])[:, -1]
+        return last
+
     def prefill(self, token_ids: Sequence[int]) -> NDArray[np.floating[Any]]:
         """Runs the model on a prompt, in pieces when it is long, and returns the last token's logits [V]."""
         for chunk in chunks(token_ids):
@@ -106,9 +133,11 @@ class Decoder:
         last: NDArray[np.floating[Any]] = logits[-1]
         return last
 
-    def _plain_input(self, name: str, ids: NDArray[np.int64]) -> NDArray[Any]:
+    def _plain_input(self, name: str, ids: NDArray[np.int64], past: int) -> NDArray[Any]:
         value = self._inputs[name]
-        array = _PLAIN_INPUTS[name](ids, self.length)
+        array = _PLAIN_INPUTS[name](ids, past)
+        if array.ndim == 2 and array.shape[0] != ids.shape[0]:
+            array = np.repeat(array, ids.shape[0], axis=0)
         rank = len(value.shape or ())
         if rank < array.ndim and array.size == array.shape[-1]:
             array = array.reshape(array.shape[-1:] if rank else ())

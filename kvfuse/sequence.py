@@ -81,14 +81,14 @@ class SequenceView:
     def fork(self) -> KvSequence:
         """Returns a second sequence with the same tokens.
 
-        The two share their pages until one of them writes to one, so the cost is O(pages), not O(tokens). During
-        a run the copy is of what the sequence held before it.
+        The two share their pages until one of them writes to one, so the cost is O(pages), not O(tokens).
+        During a run the copy is of what the sequence held before it.
         """
         with _sequence_errors():
             return KvSequence._adopt(int(self._native.fork_sequence(self._id)))
 
     def freeze(self) -> bytes:
-        """Returns the state as a safetensors container, independent of kernel and machine, with a checksum."""
+        """Returns the state as a safetensors container with a checksum, independent of kernel and machine."""
         with _sequence_errors():
             return bytes(self._native.freeze_sequence(self._id))
 
@@ -144,8 +144,8 @@ class KvSequence(SequenceView):
     def unfreeze(cls, data: bytes) -> KvSequence:
         """Returns a new sequence with a state that `freeze` gave.
 
-        The bytes are not trusted: all of them are checked before anything is made. Whether they fit a model is
-        checked by the first run with it.
+        The bytes are not trusted: all of them are checked before anything is made. Whether they fit a model
+        is checked by the first run with it.
 
         Raises:
             SequenceError: the bytes are damaged or no state; the sentence names the field.
@@ -189,8 +189,8 @@ def reorder(sequences: Sequence[KvSequence], index: Sequence[int]) -> list[KvSeq
         index: for each wanted sequence, the position in `sequences` that it goes on from.
 
     Returns:
-        One sequence for each of `index`. The first use of a sequence is that very object, later uses are forks;
-        sequences without a use are closed.
+        One sequence for each of `index`. The first use of a sequence is that very object, later uses are
+        forks; sequences without a use are closed.
 
     Raises:
         SequenceError: a sequence is gone or given twice, or an index is out of range; nothing has changed.
@@ -206,7 +206,10 @@ def reorder(sequences: Sequence[KvSequence], index: Sequence[int]) -> list[KvSeq
 
 
 def set_memory_limit(max_bytes: int | None) -> None:
-    """Limits the bytes of all caches in this process; None lifts it. A run that would pass it raises SequenceError."""
+    """Limits the bytes of all caches in this process; None lifts the limit.
+
+    A run that would pass it raises SequenceError, and its sequences are as before.
+    """
     if max_bytes is not None and max_bytes < 0:
         raise SequenceError(f"[memory] expected a limit of 0 bytes or more, or None; found {max_bytes}")
     native().set_process_limit(_limit(max_bytes))

@@ -16,6 +16,7 @@ SURFACE = {
     "RewriteReport",
     "SequenceError",
     "__version__",
+    "diff",
     "inspect",
     "library_path",
     "memory_in_use",
