@@ -25,7 +25,8 @@ class Hypothesis:
     def score(self, length_penalty: float) -> float:
         """The sum divided by length ** length_penalty, an end token counted."""
         length = max(1, len(self.token_ids) + self.finished)
-        return self.log_probability / float(length) ** length_penalty
+        score: float = self.log_probability / length**length_penalty
+        return score
 
 
 def beam_search(

@@ -15,7 +15,7 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-from kvfuse.errors import ModelError
+from kvfuse.errors import ModelError, SequenceError
 from kvfuse.sequence import SequenceView
 from kvfuse.session import PAST_LENGTH_INPUT, SEQUENCE_INPUT, InferenceSession
 
@@ -52,6 +52,7 @@ class Decoder:
     def __init__(self, session: InferenceSession, caches: Mapping[str, str] | None = None) -> None:
         self.session = session
         self.length = 0
+        self._start: int | None = 0  # where the next run starts anew; None: it goes on
         self._inputs = {value.name: value for value in session.get_inputs()}
         self._resettable = PAST_LENGTH_INPUT in {v.name for v in session.get_overridable_initializers()}
         outputs = [value.name for value in session.get_outputs()]
@@ -78,8 +79,23 @@ class Decoder:
 
     def reset(self) -> None:
         """Forgets all tokens."""
-        self.length = 0
+        self.length, self._start = 0, 0
         self._pasts = {name: self._empty_past(name) for name in self._caches}
+
+    def rewind(self, length: int) -> None:
+        """Forgets the tokens from `length` on; the next step goes on from there.
+
+        Raises:
+            ModelError: the model keeps caches as graph inputs.
+            SequenceError: `length` is negative or beyond the tokens so far.
+        """
+        if self._caches or not self._resettable:
+            raise ModelError(
+                "[decoder] expected a model whose caches are all inside kvfuse's op; found others"
+            )
+        if not 0 <= length <= self.length:
+            raise SequenceError(f"[rewind] expected a length from 0 to {self.length}; found {length}")
+        self.length = self._start = length
 
     def step(self, token_ids: Sequence[int] | NDArray[np.int64]) -> NDArray[np.floating[Any]]:
         """Runs the model on S >= 1 new tokens and returns their logits [S, V], or [1, V]: the last's."""
@@ -89,13 +105,14 @@ class Decoder:
             for name in self._inputs
             if name not in self._caches
         }
-        if self._resettable and self.length == 0:
-            feeds[PAST_LENGTH_INPUT] = onnxruntime.OrtValue.ortvalue_from_numpy(np.zeros(1, np.int64))
+        if self._resettable and self._start is not None:
+            feeds[PAST_LENGTH_INPUT] = onnxruntime.OrtValue.ortvalue_from_numpy(np.array([self._start]))
         # The caches stay OrtValues: the model's own copies are its affair, ours would be added to its time.
         logits, *presents = self.session.run_with_ort_values(
             [self._logits, *self._presents], feeds | self._pasts
         )
         self._pasts = dict(zip(self._caches, presents, strict=True))
+        self._start = None
         self.length += ids.shape[1]
         array: NDArray[Any] = logits.numpy()
         return array.reshape(-1, array.shape[-1])
