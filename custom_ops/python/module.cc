@@ -69,7 +69,11 @@ FloatArray HalfRound(const FloatArray& values) {
 
 py::dict DumpLayer(int64_t id, const std::string& layer) {
   kvfuse::LayerSnapshot shot;
-  SequenceTable::Global().Find(id)->ReadLayer(layer, [&](const kvfuse::LayerCache& cache) { shot = cache.Snapshot(); });
+  {
+    py::gil_scoped_release release;  // a run that is inside the layer is waited for
+    SequenceTable::Global().Find(id)->ReadLayer(layer,
+                                                [&](const kvfuse::LayerCache& cache) { shot = cache.Snapshot(); });
+  }
   const kvfuse::CacheFormat& f = shot.format;
   const py::ssize_t heads = f.kv_num_heads, encoded = shot.encoded_end - shot.begin;
   const py::ssize_t exact = shot.length - shot.exact_begin, sinks = std::min(f.n_sink, shot.length);
@@ -95,29 +99,42 @@ py::dict DumpLayer(int64_t id, const std::string& layer) {
 
 // (key, value), f32 [kv_num_heads, count, dim] each: the first `count` tokens of a layer as floats.
 py::tuple ReadLayer(int64_t id, const std::string& layer, int64_t count) {
-  FloatArray key, value;
-  SequenceTable::Global().Find(id)->ReadLayer(layer, [&](const kvfuse::LayerCache& cache) {
-    if (count < 0 || count > cache.length())
-      kvfuse::Fail("[layer '", layer, "'] expected at most its ", cache.length(), " tokens; found ", count);
-    const kvfuse::CacheFormat& format = cache.format();
-    for (const bool is_key : {true, false}) {
-      const py::ssize_t heads = format.kv_num_heads, dim = is_key ? format.key.dim : format.value.dim;
-      FloatArray rows({heads, py::ssize_t{count}, dim});
-      for (int head = 0; head < heads; ++head)
-        for (int64_t j = 0; j < count; ++j) cache.ReadRow(is_key, head, j, rows.mutable_data(head, j, 0));
-      (is_key ? key : value) = rows;
-    }
-  });
-  return py::make_tuple(key, value);
+  std::vector<float> rows[2];
+  kvfuse::CacheFormat format;
+  {
+    py::gil_scoped_release release;
+    SequenceTable::Global().Find(id)->ReadLayer(layer, [&](const kvfuse::LayerCache& cache) {
+      if (count < 0 || count > cache.length())
+        kvfuse::Fail("[layer '", layer, "'] expected at most its ", cache.length(), " tokens; found ", count);
+      format = cache.format();
+      for (const bool key : {true, false}) {
+        const int64_t dim = key ? format.key.dim : format.value.dim;
+        rows[key ? 0 : 1].resize(format.kv_num_heads * count * dim);
+        float* row = rows[key ? 0 : 1].data();
+        for (int head = 0; head < format.kv_num_heads; ++head)
+          for (int64_t j = 0; j < count; ++j, row += dim) cache.ReadRow(key, head, j, row);
+      }
+    });
+  }
+  return py::make_tuple(Array(rows[0], {format.kv_num_heads, count, format.key.dim}),
+                        Array(rows[1], {format.kv_num_heads, count, format.value.dim}));
 }
 
 py::object DefaultSequences(const std::string& token, size_t count) {
-  SequenceTable& table = SequenceTable::Global();
-  const auto rows = table.Published(token);
-  if (rows == nullptr) return py::none();
-  std::lock_guard<std::mutex> lock(table.published_mutex());
-  table.Grow(*rows, count);
-  return py::cast(*rows);
+  std::vector<int64_t> ids;
+  bool known = true;
+  {
+    py::gil_scoped_release release;
+    SequenceTable& table = SequenceTable::Global();
+    if (const auto rows = table.Published(token)) {
+      std::lock_guard<std::mutex> lock(table.published_mutex());
+      table.Grow(*rows, count);
+      ids = *rows;
+    } else {
+      known = false;
+    }
+  }
+  return known ? py::cast(ids) : py::object(py::none());
 }
 
 }  // namespace
