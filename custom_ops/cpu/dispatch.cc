@@ -8,7 +8,8 @@
 namespace kvfuse {
 namespace {
 
-constexpr KernelTable kReference = {"reference", reference::Rotate, reference::QuantizeRow, reference::Attend};
+constexpr KernelTable kReference = {"reference",         reference::Rotate,  reference::QuantizeRow,
+                                    reference::StoreRow, reference::LoadRow, reference::Attend};
 
 const KernelTable& Choose() {
   const char* wanted = std::getenv("KVFUSE_KERNEL");

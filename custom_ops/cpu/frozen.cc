@@ -166,6 +166,22 @@ LayerSnapshot ParseLayer(const SafetensorsReader& in, const std::string& prefix,
   return s;
 }
 
+// Row `index` of a snapshot's side: codes, then scales in the precision that the format keeps.
+std::vector<uint8_t> CanonicalRow(const SideFormat& side, const std::vector<uint8_t>& codes,
+                                  const std::vector<float>& scales, int64_t index) {
+  std::vector<uint8_t> row(side.row_bytes());
+  std::memcpy(row.data(), codes.data() + index * side.code_bytes(), side.code_bytes());
+  for (int g = 0; g < side.groups(); ++g) {
+    const float scale = scales[index * side.groups() + g];
+    const uint16_t half = FloatToHalf(scale);
+    if (side.group_size == 0)
+      std::memcpy(row.data() + side.code_bytes() + 4 * g, &scale, 4);
+    else
+      std::memcpy(row.data() + side.code_bytes() + 2 * g, &half, 2);
+  }
+  return row;
+}
+
 }  // namespace
 
 std::string Sequence::Freeze() {
@@ -231,27 +247,17 @@ LayerCache::LayerCache(const LayerSnapshot& s)
       pages_begin_(s.begin),
       exact_begin_(s.exact_begin) {
   const Sizes n(s);
-  const auto store_row = [&](const SideFormat& side, const std::vector<uint8_t>& codes,
-                             const std::vector<float>& scales, int64_t row, uint8_t* to) {
-    std::memcpy(to, codes.data() + row * side.code_bytes(), side.code_bytes());
-    to += side.code_bytes();
-    for (int g = 0; g < side.groups(); ++g) {
-      const float scale = scales[row * side.groups() + g];
-      const uint16_t half = FloatToHalf(scale);
-      if (side.group_size == 0)
-        std::memcpy(to + 4 * g, &scale, 4);
-      else
-        std::memcpy(to + 2 * g, &half, 2);
-    }
-  };
   for (int64_t j = s.begin; j < s.encoded_end; ++j) {
     uint8_t* page = pages_.Writable(j / kPageTokens, format_.page_bytes());
-    for (int head = 0; head < n.heads; ++head) {
-      const int64_t row = head * n.encoded + (j - s.begin);
-      store_row(format_.key, s.key_codes, s.key_scales, row, page + format_.key_row_offset(head, j % kPageTokens));
-      store_row(format_.value, s.value_codes, s.value_scales, row,
-                page + format_.value_row_offset(head, j % kPageTokens));
-    }
+    for (const bool key : {true, false})
+      for (int head = 0; head < n.heads; ++head) {
+        const SideFormat& side = key ? format_.key : format_.value;
+        const std::vector<uint8_t> row =
+            CanonicalRow(side, key ? s.key_codes : s.value_codes, key ? s.key_scales : s.value_scales,
+                         head * n.encoded + (j - s.begin));
+        Kernels().store_row(side, key, page + format_.side_offset(key, head), static_cast<int>(j % kPageTokens),
+                            row.data());
+      }
   }
   for (int64_t b = 0; format_.centered() && b < n.blocks; ++b) {
     auto* mean = reinterpret_cast<uint16_t*>(means_.Writable(s.begin / format_.block + b, mean_bytes()));

@@ -27,12 +27,15 @@ void BlockMean(const std::vector<const float*>& rows, int dim, uint16_t* mean) {
   for (int i = 0; i < dim; ++i) mean[i] = FloatToHalfSaturated(count == 0.0f ? 0.0f : sum[i] / count);
 }
 
-void EncodeRow(const SideFormat& side, const float* row, const uint16_t* mean, uint8_t* stored) {
+void EncodeRow(const SideFormat& side, bool key, const float* row, const uint16_t* mean, uint8_t* side_bytes,
+               int token) {
   std::vector<float> work(row, row + side.dim);
+  std::vector<uint8_t> stored(side.row_bytes());
   if (mean != nullptr)
     for (int i = 0; i < side.dim; ++i) work[i] -= HalfToFloat(mean[i]);
   if (side.rotated()) Kernels().rotate(work.data(), side.dim);
-  Kernels().quantize_row(side, work.data(), stored, stored + side.code_bytes());
+  Kernels().quantize_row(side, work.data(), stored.data(), stored.data() + side.code_bytes());
+  Kernels().store_row(side, key, side_bytes, token, stored.data());
 }
 
 }  // namespace
@@ -185,8 +188,9 @@ void LayerCache::EncodeHead(int head) {
       mean = means;
     }
     uint8_t* page = pages_[j / kPageTokens].data();
-    EncodeRow(format_.key, FloatRow(true, head, j), mean, page + format_.key_row_offset(head, j % kPageTokens));
-    EncodeRow(format_.value, FloatRow(false, head, j), nullptr, page + format_.value_row_offset(head, j % kPageTokens));
+    const int token = static_cast<int>(j % kPageTokens);
+    EncodeRow(format_.key, true, FloatRow(true, head, j), mean, page + format_.side_offset(true, head), token);
+    EncodeRow(format_.value, false, FloatRow(false, head, j), nullptr, page + format_.side_offset(false, head), token);
   }
 }
 

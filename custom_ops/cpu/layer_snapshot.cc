@@ -39,6 +39,15 @@ void Decode(const SideFormat& side, const uint8_t* row, const uint16_t* mean, fl
 
 }  // namespace
 
+// The canonical bytes of one row: codes, then scales.
+std::vector<uint8_t> LayerCache::StoredRow(bool key, int head, int64_t position) const {
+  const SideFormat& side = key ? format_.key : format_.value;
+  std::vector<uint8_t> row(side.row_bytes());
+  Kernels().load_row(side, key, pages_[position / kPageTokens].data() + format_.side_offset(key, head),
+                     static_cast<int>(position % kPageTokens), row.data());
+  return row;
+}
+
 void LayerCache::ReadRow(bool key, int head, int64_t position, float* out) const {
   const SideFormat& side = key ? format_.key : format_.value;
   if (position < format_.n_sink || position >= exact_begin_) {
@@ -47,12 +56,10 @@ void LayerCache::ReadRow(bool key, int head, int64_t position, float* out) const
   } else if (position < pages_begin_) {
     std::fill(out, out + side.dim, 0.0f);  // a sliding window has freed it: no query sees it any more
   } else {
-    const uint8_t* page = pages_[position / kPageTokens].data();
-    const int64_t token = position % kPageTokens;
     const uint16_t* mean = nullptr;
     if (key && format_.centered())
       mean = reinterpret_cast<const uint16_t*>(means_[position / format_.block].data()) + int64_t{head} * side.dim;
-    Decode(side, page + (key ? format_.key_row_offset(head, token) : format_.value_row_offset(head, token)), mean, out);
+    Decode(side, StoredRow(key, head, position).data(), mean, out);
   }
 }
 
@@ -70,10 +77,8 @@ LayerSnapshot LayerCache::Snapshot(bool canonical) const {
   const int64_t sinks = std::min(format_.n_sink, length_);
   for (int head = 0; head < format_.kv_num_heads; ++head) {
     for (int64_t j = pages_begin_; j < encoded_end_; ++j) {
-      const uint8_t* page = pages_[j / kPageTokens].data();
-      CopySide(format_.key, page + format_.key_row_offset(head, j % kPageTokens), {&shot.key_codes, &shot.key_scales});
-      CopySide(format_.value, page + format_.value_row_offset(head, j % kPageTokens),
-               {&shot.value_codes, &shot.value_scales});
+      CopySide(format_.key, StoredRow(true, head, j).data(), {&shot.key_codes, &shot.key_scales});
+      CopySide(format_.value, StoredRow(false, head, j).data(), {&shot.value_codes, &shot.value_scales});
     }
     if (format_.centered())
       for (int64_t b = pages_begin_ / format_.block; b < (encoded_end_ + format_.block - 1) / format_.block; ++b) {

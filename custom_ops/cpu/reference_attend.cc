@@ -156,8 +156,10 @@ void Attend(const AttendArgs& args) {
       } else {
         if (!unpacked) {
           const uint8_t* page = cache.pages[j / kPageTokens - cache.page_begin];
-          low_key.Read(format.key, page + format.key_row_offset(args.kv_head, j % kPageTokens));
-          low_value.Read(format.value, page + format.value_row_offset(args.kv_head, j % kPageTokens));
+          const int64_t token = j % kPageTokens;
+          low_key.Read(format.key, page + format.side_offset(true, args.kv_head) + token * format.key.row_bytes());
+          low_value.Read(format.value,
+                         page + format.side_offset(false, args.kv_head) + token * format.value.row_bytes());
           unpacked = true;
         }
         score = args.scale * query.LowBitScore(format.key, low_key);

@@ -79,4 +79,13 @@ void QuantizeRow(const SideFormat& side, const float* row, uint8_t* codes, uint8
   }
 }
 
+// Row after row, as they come.
+void StoreRow(const SideFormat& side, bool, uint8_t* side_bytes, int token, const uint8_t* row) {
+  std::memcpy(side_bytes + int64_t{token} * side.row_bytes(), row, side.row_bytes());
+}
+
+void LoadRow(const SideFormat& side, bool, const uint8_t* side_bytes, int token, uint8_t* row) {
+  std::memcpy(row, side_bytes + int64_t{token} * side.row_bytes(), side.row_bytes());
+}
+
 }  // namespace kvfuse::reference

@@ -57,13 +57,13 @@ struct CacheFormat {
     return length <= n_recent ? 0 : (length - n_recent) / block * block;
   }
 
-  // Layout of a low-bit page: for each kv head, key rows then value rows; a row is codes, then scales.
-  int64_t head_page_bytes() const { return int64_t{kPageTokens} * (key.row_bytes() + value.row_bytes()); }
-  int64_t page_bytes() const { return kv_num_heads * head_page_bytes(); }
-  int64_t key_row_offset(int head, int64_t token) const { return head * head_page_bytes() + token * key.row_bytes(); }
-  int64_t value_row_offset(int head, int64_t token) const {
-    return head * head_page_bytes() + int64_t{kPageTokens} * key.row_bytes() + token * value.row_bytes();
+  // A low-bit page is one part per kv head: kPageTokens key rows, then as many value rows. Where the bytes of a row
+  // lie within its side is the kernel's affair.
+  int64_t side_bytes(bool is_key) const { return int64_t{kPageTokens} * (is_key ? key : value).row_bytes(); }
+  int64_t side_offset(bool is_key, int head) const {
+    return head * (side_bytes(true) + side_bytes(false)) + (is_key ? 0 : side_bytes(true));
   }
+  int64_t page_bytes() const { return kv_num_heads * (side_bytes(true) + side_bytes(false)); }
 
   bool operator==(const CacheFormat& o) const {
     return kv_num_heads == o.kv_num_heads && key == o.key && value == o.value && n_recent == o.n_recent &&

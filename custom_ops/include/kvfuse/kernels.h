@@ -60,6 +60,9 @@ struct KernelTable {
   void (*rotate)(float* row, int dim);
   // Quantizes one row (already centred and rotated where the format says so) to codes and scales.
   void (*quantize_row)(const SideFormat& side, const float* row, uint8_t* codes, uint8_t* scales);
+  // Puts a row (codes, then scales, as quantize_row gives them) into the page bytes of its side, and takes it out.
+  void (*store_row)(const SideFormat& side, bool key, uint8_t* side_bytes, int token, const uint8_t* row);
+  void (*load_row)(const SideFormat& side, bool key, const uint8_t* side_bytes, int token, uint8_t* row);
   // Scores, softmax and weighted sum for one kv head and a range of queries.
   void (*attend)(const AttendArgs& args);
 };
@@ -77,6 +80,8 @@ KVFUSE_EXPORT std::vector<KernelChoice> KernelChoices();
 namespace reference {
 void Rotate(float* row, int dim);
 void QuantizeRow(const SideFormat& side, const float* row, uint8_t* codes, uint8_t* scales);
+void StoreRow(const SideFormat& side, bool key, uint8_t* side_bytes, int token, const uint8_t* row);
+void LoadRow(const SideFormat& side, bool key, const uint8_t* side_bytes, int token, uint8_t* row);
 void Attend(const AttendArgs& args);
 }  // namespace reference
 

@@ -86,6 +86,7 @@ class KVFUSE_EXPORT LayerCache {
   int64_t mean_bytes() const { return int64_t{format_.kv_num_heads} * format_.key.dim * 2; }
   const float* ExactRow(bool key, int head, int64_t position) const;
   const float* SinkRow(bool key, int head, int64_t position) const;
+  std::vector<uint8_t> StoredRow(bool key, int head, int64_t position) const;
   const float* FloatRow(bool key, int head, int64_t position) const;
   void StoreExact(int64_t from);
   void StoreSinks();
