@@ -1,21 +1,58 @@
-// The only file that decides which kernels run.
+// The only file that asks the CPU what it can do, and decides which kernels run.
 #include <cstdlib>
 #include <cstring>
 
 #include "kvfuse/error.h"
 #include "kvfuse/kernels.h"
+#include "tiles.h"
+
+#if defined(KVFUSE_X86)
+#include "avx512_vnni.h"
+#endif
 
 namespace kvfuse {
 namespace {
 
-constexpr KernelTable kReference = {"reference",         reference::Rotate,  reference::QuantizeRow,
-                                    reference::StoreRow, reference::LoadRow, reference::Attend};
+struct Candidate {
+  KernelTable table;
+  std::string (*reason)();  // empty: usable here
+};
+
+std::string Always() { return ""; }
+
+#if defined(KVFUSE_X86)
+std::string NeedsAvx512Vnni() {
+  __builtin_cpu_init();
+  const bool usable = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                      __builtin_cpu_supports("avx512vnni");
+  return usable ? "" : "this CPU lacks AVX512 F, BW, DQ, VL or VNNI";
+}
+#endif
+
+// Best first.
+const Candidate kCandidates[] = {
+#if defined(KVFUSE_X86)
+    {{"avx512_vnni", reference::Rotate, reference::QuantizeRow, tiles::StoreRow, tiles::LoadRow, avx512_vnni::Attend},
+     NeedsAvx512Vnni},
+#endif
+    {{"reference", reference::Rotate, reference::QuantizeRow, reference::StoreRow, reference::LoadRow,
+      reference::Attend},
+     Always},
+};
 
 const KernelTable& Choose() {
   const char* wanted = std::getenv("KVFUSE_KERNEL");
-  if (wanted != nullptr && *wanted != '\0' && std::strcmp(wanted, kReference.name) != 0)
-    Fail("[KVFUSE_KERNEL] expected one of: reference; found '", wanted, "'");
-  return kReference;
+  const bool any = wanted == nullptr || *wanted == '\0';
+  std::string names;
+  for (const Candidate& candidate : kCandidates) {
+    const std::string reason = candidate.reason();
+    if ((any || std::strcmp(wanted, candidate.table.name) == 0) && reason.empty()) return candidate.table;
+    if (!any && std::strcmp(wanted, candidate.table.name) == 0)
+      Fail("[KVFUSE_KERNEL] expected a kernel that runs here; found '", wanted, "', but ", reason);
+    names += (names.empty() ? "" : ", ") + std::string(candidate.table.name);
+  }
+  Fail("[KVFUSE_KERNEL] expected one of: ", names, "; found '", wanted, "'");
 }
 
 }  // namespace
@@ -25,6 +62,10 @@ const KernelTable& Kernels() {
   return table;
 }
 
-std::vector<KernelChoice> KernelChoices() { return {{kReference.name, ""}}; }
+std::vector<KernelChoice> KernelChoices() {
+  std::vector<KernelChoice> choices;
+  for (const Candidate& candidate : kCandidates) choices.push_back({candidate.table.name, candidate.reason()});
+  return choices;
+}
 
 }  // namespace kvfuse
