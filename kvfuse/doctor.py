@@ -68,15 +68,16 @@ def diagnose() -> Diagnosis:
     except LibraryError as error:
         found.problems.append(str(error))
         return found
-    found.kernel = module.kernel_name()
     found.kernels = [
         {"name": name, "available": not reason, "reason": reason} for name, reason in module.kernels()
     ]
+    try:
+        found.kernel = module.kernel_name()
+    except ValueError as error:  # KVFUSE_KERNEL names none that runs here
+        found.problems.append(str(error))
+        return found
     _selftest(found)
-    negotiated = getattr(module, "ort_api_version", None)
-    found.ort_api = (
-        (negotiated() or None) if negotiated else None
-    )  # known once a session has loaded the library
+    found.ort_api = module.ort_api_version() or None  # known once a session has loaded the library
     return found
 
 

@@ -53,3 +53,20 @@ def test_the_hadamard_matrix_is_its_own_inverse():
     matrix = selftest.hadamard(16)
     np.testing.assert_allclose(matrix @ matrix, np.eye(16), atol=1e-15)
     assert selftest.hadamard(2) * math.sqrt(2) == pytest.approx(np.array([[1, 1], [1, -1]]))
+
+
+def test_an_unknown_kernel_is_a_problem_in_one_sentence():
+    import os
+    import subprocess
+    import sys
+
+    result = subprocess.run(
+        [sys.executable, "-c", "from kvfuse.cli import main; main()", "doctor"],
+        env=os.environ | {"KVFUSE_KERNEL": "none-such"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert "[KVFUSE_KERNEL] expected one of" in result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
