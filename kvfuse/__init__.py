@@ -18,9 +18,11 @@ if TYPE_CHECKING:
         RefusedError,
         SequenceError,
     )
+    from kvfuse.graph_diff import diff
     from kvfuse.library import library_path, register
     from kvfuse.pipeline import inspect, rewrite
     from kvfuse.report import RewriteReport
+    from kvfuse.restore import unfuse
     from kvfuse.sequence import KvSequence, memory_in_use, reorder, set_memory_limit
     from kvfuse.session import InferenceSession
 
@@ -37,6 +39,7 @@ _HOMES = {
     "RefusedError": "kvfuse.errors",
     "RewriteReport": "kvfuse.report",
     "SequenceError": "kvfuse.errors",
+    "diff": "kvfuse.graph_diff",
     "inspect": "kvfuse.pipeline",
     "library_path": "kvfuse.library",
     "memory_in_use": "kvfuse.sequence",
@@ -44,6 +47,7 @@ _HOMES = {
     "reorder": "kvfuse.sequence",
     "rewrite": "kvfuse.pipeline",
     "set_memory_limit": "kvfuse.sequence",
+    "unfuse": "kvfuse.restore",
 }
 
 __all__ = [
@@ -57,6 +61,7 @@ __all__ = [
     "RewriteReport",
     "SequenceError",
     "__version__",
+    "diff",
     "inspect",
     "library_path",
     "memory_in_use",
@@ -64,6 +69,7 @@ __all__ = [
     "reorder",
     "rewrite",
     "set_memory_limit",
+    "unfuse",
 ]
 
 

@@ -1,5 +1,12 @@
 """The exceptions kvfuse raises; every message is one sentence: `[where] expected …; found …`."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvfuse.report import RewriteReport
+
 
 class KVFuseError(Exception):
     """Base of every error that kvfuse raises on purpose."""
@@ -10,7 +17,16 @@ class ModelError(KVFuseError):
 
 
 class RefusedError(KVFuseError):
-    """`require_all` was asked for and at least one cache site was refused; no output was written."""
+    """`require_all` was asked for and at least one cache site was refused; no output was written.
+
+    Args:
+        message: The sentence.
+        report: What was found and refused; the `report` attribute.
+    """
+
+    def __init__(self, message: str, report: RewriteReport | None = None) -> None:
+        super().__init__(message)
+        self.report = report
 
 
 class OptionError(KVFuseError):

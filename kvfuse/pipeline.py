@@ -14,8 +14,8 @@ import onnx_ir as ir
 from .errors import ModelError, RefusedError
 from .formats import KvFormat, make_format
 from .modelfile import Source, read, serialize, write
-from .passes.find import find_sites
-from .passes.fuse import Decision, apply, decide
+from .passes.fuse import Decision
+from .passes.rewriting import plan_rewriting
 from .passes.site import AttentionSite, Refusal, label
 from .report import RewriteReport, SiteReport
 
@@ -55,19 +55,22 @@ def rewrite(
             f"[{os.fspath(src)}] expected a destination path for a model read from a file; found none"
         )
     source = read(src)
-    findings = find_sites(source.model)
-    decision = decide(source.model.graph, findings)
+    rewriting = plan_rewriting(source.model)
+    decision = rewriting.decision
     destination = None if dst is None or dry_run else Path(dst)
-    report = _report(source, decision, chosen, destination)
+    report = _report(source, rewriting.model.graph, decision, chosen, destination)
     if require_all and (report.refused or not report.fused):
         reason = report.refused[0].reason if report.refused else report.summary()
         raise RefusedError(
-            f"[{report.source or 'model'}] expected every cache site to be fused; found: {reason}"
+            f"[{report.source or 'model'}] expected every cache site to be fused; found: {reason}",
+            dataclasses.replace(report, destination=None),
         )
     if dry_run:
         return report
-    apply(source.model, decision, chosen.attributes(), source.fingerprint, _metadata(chosen))
-    require_order(source.model.graph)
+    if decision.sites:
+        model = rewriting.apply(chosen.attributes(), source.fingerprint, _metadata(chosen))
+        require_order(model.graph)
+        source = dataclasses.replace(source, model=model)
     if destination is not None:
         write(source, changed=bool(decision.sites), destination=destination)
     return _with_model(report, src, source)
@@ -119,10 +122,14 @@ def _with_model(report: RewriteReport, src: Model, source: Source) -> RewriteRep
     return report
 
 
-def _report(source: Source, decision: Decision, chosen: KvFormat, destination: Path | None) -> RewriteReport:
-    order = {node: position for position, node in enumerate(source.model.graph)}
+def _report(
+    source: Source, graph: ir.Graph, decision: Decision, chosen: KvFormat, destination: Path | None
+) -> RewriteReport:
+    order = {node: position for position, node in enumerate(graph)}
     cached = [refusal for refusal in decision.refusals if refusal.cached]
-    entries: list[tuple[int, SiteReport]] = [(order[site.anchor], _fused(site)) for site in decision.sites]
+    entries: list[tuple[int, SiteReport]] = [
+        (order.get(site.anchor, -1), _fused(site)) for site in decision.sites
+    ]
     entries += [(order.get(refusal.anchor, len(order)), _refused(refusal)) for refusal in cached]
     sites = [entry for _, entry in sorted(entries, key=lambda pair: pair[0])]
     return RewriteReport(

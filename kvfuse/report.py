@@ -117,9 +117,16 @@ class RewriteReport:
         ratio = self.bytes_per_token_before / self.bytes_per_token_after
         return (
             f"{found}; cache {self.bytes_per_token_before:,.0f} -> {self.bytes_per_token_after:,.0f} "
-            "bytes per token "
-            f"({ratio:.1f}x smaller)"
+            f"bytes per token{self._exact_window()} ({ratio:.1f}x smaller)"
         )
+
+    def _exact_window(self) -> str:
+        """Which tokens the figure is about: those of the exact window are kept as floats as well."""
+        recent, block = self.format.get("n_recent", 0), self.format.get("block", 1)
+        if not recent and block == 1:
+            return ""
+        window = recent or block
+        return f" beyond the exact window of the newest {window:,} token{'' if window == 1 else 's'}"
 
     def render(self, console: Console) -> None:
         """Prints the table, what else was seen, and the summary."""
@@ -127,7 +134,8 @@ class RewriteReport:
         from rich.text import Text
 
         if self.sites:
-            table = Table("layer", "outcome", "pattern", "heads", "mask", "node or reason")
+            table = Table("layer", "outcome", "pattern", "heads", "mask")
+            table.add_column("node or reason", overflow="fold")
             for site in self.sites:
                 colour = "green" if site.outcome == "fused" else "yellow"
                 table.add_row(

@@ -12,17 +12,29 @@ PREFIX = "kvfuse"
 
 
 class Builder:
-    """Inserts nodes before or after a place in a graph; equal constants are made once."""
+    """Inserts nodes before or after a place in a graph; equal constants are made once.
 
-    def __init__(self, graph: ir.Graph) -> None:
+    Args:
+        graph: The graph.
+        outer: The builder of the graph around it, whose names it does not use.
+    """
+
+    def __init__(self, graph: ir.Graph, outer: Builder | None = None) -> None:
         self._graph = graph
-        self._names = {value.name for value in graph.inputs} | set(graph.initializers)
+        self._names: set[str | None] = set() if outer is None else outer._names
+        self._names.update(value.name for value in graph.inputs)
+        self._names.update(graph.initializers)
         for node in graph.all_nodes():
             self._names.update(output.name for output in node.outputs)
             self._names.add(node.name)
         self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
         self._place: ir.Node | None = None
         self._after = False
+
+    @property
+    def opset(self) -> int:
+        """The version of the default operator set."""
+        return self._graph.opset_imports.get("", 0)
 
     def before(self, node: ir.Node) -> None:
         """New nodes go in front of `node`."""
@@ -92,6 +104,6 @@ class Builder:
 
     def axis_length(self, value: ir.Value, axis: int) -> ir.Value:
         """int64 [1]: the size of one axis."""
-        if self._graph.opset_imports.get("", 0) >= 15:
+        if self.opset >= 15:
             return self.node("Shape", [value], {"start": axis, "end": axis + 1})
         return self.node("Gather", [self.node("Shape", [value]), self.integers([axis])], {"axis": 0})

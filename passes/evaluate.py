@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,10 +29,16 @@ class Evaluator:
     def __init__(self, model: ir.Model) -> None:
         self._opsets = dict(model.graph.opset_imports)
         self._ir_version = model.ir_version
-        self._functions = {(name[0], name[1]) for name in model.functions}
+        self._functions = model.functions
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._sessions: dict[bytes, Any] = {}
         self._results: dict[bytes, list[Array]] = {}
+        self._shapes: dict[Hashable, Evaluation] = {}
+
+    @property
+    def opset(self) -> int:
+        """The version of the default operator set."""
+        return self._opsets.get("", 1)
 
     @property
     def session_count(self) -> int:
@@ -42,6 +48,12 @@ class Evaluator:
     def on(self, bindings: Mapping[ir.Value, Array]) -> Evaluation:
         """An evaluation with the given values of graph inputs or inner values."""
         return Evaluation(self, bindings)
+
+    def shapes(self, key: Hashable, bindings: Mapping[ir.Value, Array]) -> Evaluation:
+        """An evaluation of shapes by rules alone; the same one for an equal key, so that layers share it."""
+        if key not in self._shapes:
+            self._shapes[key] = Evaluation(self, bindings, by_rules=True)
+        return self._shapes[key]
 
     def plan(self, outputs: Sequence[ir.Value], bindings: Mapping[ir.Value, Array]) -> Plan:
         """The part of the graph between the bound values and `outputs`, ready to run.
@@ -129,13 +141,26 @@ class Evaluation:
         evaluator: The evaluator of the model.
         bindings: Arrays for graph inputs and for inner values where the graph is cut. Zero-strided arrays
             are fine where only the shape is read.
+        by_rules: Shapes come from rules alone; nothing but their small operands is evaluated.
     """
 
-    def __init__(self, evaluator: Evaluator, bindings: Mapping[ir.Value, Array]) -> None:
+    def __init__(
+        self, evaluator: Evaluator, bindings: Mapping[ir.Value, Array], *, by_rules: bool = False
+    ) -> None:
+        self._by_rules = by_rules
         self._evaluator = evaluator
         self.bindings = dict(bindings)
         self._shapes: dict[ir.Value, Shape] = {value: array.shape for value, array in bindings.items()}
         self._open: set[ir.Value] = set()
+
+    @property
+    def opset(self) -> int:
+        """The version of the default operator set."""
+        return self._evaluator.opset
+
+    def beside(self, values: Sequence[ir.Value], bindings: Mapping[ir.Value, Array]) -> list[Array]:
+        """The arrays of values that nodes outside of the graph compute from other bindings."""
+        return Evaluation(self._evaluator, bindings).arrays(values)
 
     def arrays(self, values: Sequence[ir.Value]) -> list[Array]:
         """The arrays of `values`.
@@ -196,6 +221,8 @@ class Evaluation:
         return tuple(int(size) for size in shape)
 
     def _evaluated_shape(self, value: ir.Value) -> Shape:
+        if self._by_rules:
+            raise Mismatch(f"no rule gives the shape of {label(value)}", value)
         if value in self._open:
             raise Mismatch(f"the shape of {label(value)} depends on itself", value)
         self._open.add(value)

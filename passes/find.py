@@ -11,7 +11,15 @@ import onnx_ir as ir
 
 from .evaluate import Evaluator
 from .masks import classify
-from .patterns import concat_attention, decomposed_sdpa, onnx_attention, unsupported
+from .patterns import (
+    concat_attention,
+    contrib_attention,
+    decomposed_sdpa,
+    group_query_attention,
+    multi_head_attention,
+    onnx_attention,
+    unsupported,
+)
 from .probabilities import operands_of
 from .probes import InputSpace, Roles
 from .proposal import Proposal
@@ -36,13 +44,25 @@ class Findings:
     evaluator: Evaluator
 
 
-def find_sites(model: ir.Model) -> Findings:
-    """Looks for sites in the main graph; nothing is changed."""
+def find_sites(model: ir.Model, *, prefill_only: bool = False) -> Findings:
+    """Looks for sites in the main graph; nothing is changed.
+
+    Args:
+        model: The model.
+        prefill_only: Its caches are empty in every run.
+    """
     graph = model.graph
     evaluator = Evaluator(model)
     proposals: list[Proposal] = []
     refusals = list(unsupported.find(model))
-    for pattern in (onnx_attention, concat_attention, decomposed_sdpa):
+    for pattern in (
+        onnx_attention,
+        concat_attention,
+        group_query_attention,
+        multi_head_attention,
+        contrib_attention,
+        decomposed_sdpa,
+    ):
         for anchor in pattern.anchors(graph):
             try:
                 proposals.append(guarded(pattern.propose, anchor))
@@ -53,7 +73,7 @@ def find_sites(model: ir.Model) -> Findings:
     for proposal in proposals:
         caches[proposal.key_cache.value] = proposal.key_cache
         caches[proposal.value_cache.value] = proposal.value_cache
-    space = InputSpace(graph, caches)
+    space = InputSpace(graph, caches, prefill_only=prefill_only)
     sites = []
     for proposal in proposals:
         try:
@@ -85,7 +105,7 @@ def describe(proposal: Proposal, evaluator: Evaluator, space: InputSpace) -> Att
     Raises:
         Mismatch: No reading of the graph's input dims makes it one; the sentence is the likeliest reading's.
     """
-    cut = {proposal.query.value, proposal.new_key.value, proposal.new_value.value}
+    cut = {proposal.query.value, proposal.new_key.value, proposal.new_value.value, *proposal.reads()}
     used = inputs_reached([proposal.output.value], cut)
     first: Mismatch | None = None
     for roles in islice(space.trials(used), _MAX_TRIALS):
@@ -123,6 +143,11 @@ def _describe(proposal: Proposal, evaluator: Evaluator, space: InputSpace, roles
         scale=scale,
         softcap=softcap,
         mask=classify(trial),
+        preamble=proposal.preamble,
+        head_sink=proposal.head_sink,
+        smooth_softmax=proposal.smooth_softmax,
+        seqlens=None if proposal.lengths is None else proposal.lengths.seqlens,
+        stacked=proposal.key_cache.stacked_index is not None,
     )
     evidence: list[dict[str, Any]] = prove(trial, site)
     return dataclasses.replace(site, evidence=tuple(evidence), roles=trial.roles)

@@ -17,6 +17,8 @@ from .find import Findings, guarded
 from .legality import Clearance, clear
 from .lower import DOMAIN, lower
 from .past_length import Dim, LengthSource, fit_shape
+from .preamble import Positions
+from .row_lengths import check, past_lengths
 from .site import AttentionSite, Mismatch, Refusal, label
 
 SEQUENCE_INPUT = "kv_sequence"
@@ -57,6 +59,7 @@ def decide(graph: ir.Graph, findings: Findings) -> Decision:
     while True:
         clearance = clear(graph, sites)
         rewirings, failed = _rewirings(findings, clearance)
+        failed = failed or check(clearance.sites, [(node, dims) for node, _, dims in rewirings])
         refusals.extend(clearance.refusals)
         if not failed:
             named = name_layers(clearance.sites)
@@ -125,25 +128,35 @@ def apply(
     graph = model.graph
     # Read before anything is cut: a present may be a copy of the appended tensor.
     caches = [cache_record(site, decision.presents) for site in decision.sites]
+    interface = interface_record(graph, decision)
     builder = Builder(graph)
     begin = _insert_begin(graph, builder, decision, fingerprint)
     lengths = LengthSource(builder, begin.outputs[1], decision.batch_carrier)
     for node, site, dims in decision.rewirings:
         lengths.replace(node, dims, site)
+    positions = Positions(begin.outputs[2])
     for site in decision.sites:
-        lower(builder, site, begin.outputs[0], options)
+        if site.preamble is not None:
+            site.preamble.write_positions(builder, positions)
+    # The last first: a site's operand may be the very output of an earlier one, which goes with it.
+    for site in reversed(decision.sites):
+        lower(builder, site, begin.outputs[0], positions, options)
+    if any(site.preamble is not None for site in decision.sites):
+        graph.sort()  # lengths and positions were written where they were first needed
     pasts = [cache for site in decision.sites for cache in site.caches]
     drop_cache_io(graph, pasts, decision.presents)
     begin.attributes["uniform"] = ir.AttrInt64("uniform", int(bool(begin.outputs[1].uses())))
-    model.metadata_props[DOMAIN] = json.dumps({**metadata, "fingerprint": fingerprint, "caches": caches})
+    record = {**metadata, "fingerprint": fingerprint, "caches": caches, **interface}
+    model.metadata_props[DOMAIN] = json.dumps(record)
     graph.opset_imports.setdefault(DOMAIN, 1)
     model.ir_version = max(model.ir_version, _MIN_IR_VERSION)
 
 
 def _insert_begin(graph: ir.Graph, builder: Builder, decision: Decision, fingerprint: str) -> ir.Node:
-    """KvCacheBegin as the first node, and its two inputs with defaults."""
+    """KvCacheBegin as the first node, or as soon as its lengths are known, and its inputs with defaults."""
     controls = [_control(graph, SEQUENCE_INPUT, 0), _control(graph, PAST_LENGTH_INPUT, -1)]
     builder.before(graph[0])
+    controls[1] = past_lengths(builder, decision.sites[0], controls[1])
     slots = builder.node(
         "KvCacheBegin",
         [*controls, decision.batch_carrier],
@@ -186,24 +199,55 @@ def cache_record(site: AttentionSite, presents: Sequence[ir.Value]) -> dict[str,
         "past_value": site.past_value.name,
         "present_key": present_name(site.present_key, presents),
         "present_value": present_name(site.present_value, presents),
+        "present_copies": {
+            side: present_names(present, presents)[1:]
+            for side, present in (("key", site.present_key), ("value", site.present_value))
+        },
         "dtype": (site.past_key.dtype or site.dtype).name.lower(),
+        "op_dtype": site.dtype.name.lower(),
+        "num_heads": site.num_heads,
         "kv_num_heads": site.kv_num_heads,
         "head_dim": site.head_dim,
         "value_head_dim": site.value_head_dim,
         "key_layout": site.cache_layout[0],
         "value_layout": site.cache_layout[1],
+        "stacked_index": [operand.stacked_index for operand in site.cache_operands],
     }
 
 
 def present_name(present: ir.Value, presents: Sequence[ir.Value]) -> str | None:
     """The graph output that carried an appended tensor (itself, or a copy of it)."""
-    if present in presents:
-        return present.name
+    names = present_names(present, presents)
+    return names[0] if names else None
+
+
+def present_names(present: ir.Value, presents: Sequence[ir.Value]) -> list[str]:
+    """The graph outputs that carried an appended tensor: itself first, then copies of it."""
+    names = [str(present.name)] if present in presents else []
     for output in presents:
         value: ir.Value | None = output
         while value is not None and value is not present:
             node = value.producer()
             value = node.inputs[0] if node is not None and node.op_type in ("Identity", "Cast") else None
-        if value is present:
-            return output.name
-    return None
+        if value is present and str(output.name) not in names:
+            names.append(str(output.name))
+    return names
+
+
+def interface_record(graph: ir.Graph, decision: Decision) -> dict[str, Any]:
+    """The graph's inputs and outputs in their order, and the types of those that go."""
+    pasts = dict.fromkeys(cache for site in decision.sites for cache in site.caches)
+    gone = [*pasts, *dict.fromkeys(decision.presents)]
+    return {
+        "inputs": [value.name for value in graph.inputs],
+        "outputs": [value.name for value in graph.outputs],
+        "dropped": {str(value.name): _declared(value) for value in gone},
+    }
+
+
+def _declared(value: ir.Value) -> dict[str, Any]:
+    """A value's type as plain data; dims are numbers, names, or None."""
+    shape = None
+    if value.shape is not None:
+        shape = [dim if isinstance(dim, int) else dim.value for dim in value.shape]
+    return {"dtype": None if value.dtype is None else value.dtype.name.lower(), "shape": shape}

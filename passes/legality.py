@@ -8,11 +8,11 @@ fine: those Shape nodes are collected here and answered from the past length (pa
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Iterable
 
 import onnx_ir as ir
 
+from .pairing import crossed
 from .site import AttentionSite, Mismatch, Refusal, label
 from .values import is_op
 from .walk import PASS_OPS
@@ -43,7 +43,7 @@ def clear(graph: ir.Graph, sites: Iterable[AttentionSite]) -> Clearance:
     while True:
         blocked = _blocked(graph, candidates)
         if not blocked.reasons:
-            presents = tuple(value for site in candidates for value in _presents(graph, site))
+            presents = tuple(dict.fromkeys(value for site in candidates for value in _presents(graph, site)))
             return Clearance(tuple(candidates), tuple(refusals), tuple(blocked.shapes), presents)
         for site in [site for site in candidates if site.anchor in blocked.reasons]:
             mismatch = blocked.reasons[site.anchor]
@@ -64,31 +64,45 @@ class _Blocked:
 
 def _blocked(graph: ir.Graph, sites: list[AttentionSite]) -> _Blocked:
     blocked = _Blocked()
-    shared = Counter(cache for site in sites for cache in site.caches)
+    readers: dict[ir.Value, list[ir.Node]] = {}
     for site in sites:
         for cache in site.caches:
-            if shared[cache] > 1:
-                blocked.add(
-                    site,
-                    Mismatch(
-                        f"the cache {label(cache)} is shared by {shared[cache]} attentions", site.anchor
-                    ),
-                )
+            readers.setdefault(cache, []).append(site.anchor)
+    for site in sites:
+        for cache in site.caches:
+            if len(readers[cache]) > 1:
+                blocked.add(site, _shared(cache, readers[cache]))
         for present, what in ((site.present_key, "key"), (site.present_value, "value")):
-            if not _aliases(graph, present):
+            if not aliases(graph, present):
                 blocked.add(
                     site, Mismatch(f"the appended {what} {label(present)} is not a graph output", site.anchor)
                 )
+    outputs = {
+        present: aliases(graph, present)
+        for site in sites
+        for present in (site.present_key, site.present_value)
+    }
+    for site, mismatch in crossed(sites, outputs):
+        blocked.add(site, mismatch)
     if not blocked.reasons:
         _read_back(graph, sites, blocked)
     return blocked
 
 
+def _shared(cache: ir.Value, readers: list[ir.Node]) -> Mismatch:
+    names = ", ".join(label(reader) for reader in readers)
+    return Mismatch(
+        f"the cache {label(cache)} is read by {len(readers)} attentions ({names}); a state serves one and "
+        "would append the same tokens for each, so all of them keep the float cache",
+        readers[0],
+    )
+
+
 def _presents(graph: ir.Graph, site: AttentionSite) -> list[ir.Value]:
-    return _aliases(graph, site.present_key) + _aliases(graph, site.present_value)
+    return aliases(graph, site.present_key) + aliases(graph, site.present_value)
 
 
-def _aliases(graph: ir.Graph, present: ir.Value) -> list[ir.Value]:
+def aliases(graph: ir.Graph, present: ir.Value) -> list[ir.Value]:
     """The graph outputs that are the present itself, behind Identity and Cast at most."""
     outputs = set(graph.outputs)
     found, stack = [], [present]
@@ -155,7 +169,10 @@ def site_inputs(site: AttentionSite) -> list[ir.Value]:
     """What the fused op will read of the original graph."""
     padding = [] if site.mask.padding is None else [site.mask.padding]
     new_tokens = [site.query.value, site.key.value, site.value.value]
-    return [*new_tokens, *padding, *(term.value for term in site.mask.bias)]
+    if site.preamble is not None:
+        new_tokens = site.preamble.reads()
+    extra = [value for value in (site.head_sink, site.seqlens) if value is not None]
+    return [*new_tokens, *extra, *padding, *(term.value for term in site.mask.bias)]
 
 
 def _reads(node: ir.Node) -> list[ir.Value]:

@@ -8,6 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from .builder import Builder
+from .preamble import Positions
 from .site import LAYOUTS, AttentionSite, BiasTerm, Operand
 from .values import dtype_of
 
@@ -17,7 +18,11 @@ _TO_BSHD = (0, 2, 1, 3)
 
 
 def lower(
-    builder: Builder, site: AttentionSite, slots: ir.Value, options: Mapping[str, int | float | str]
+    builder: Builder,
+    site: AttentionSite,
+    slots: ir.Value,
+    positions: Positions,
+    options: Mapping[str, int | float | str],
 ) -> None:
     """Puts the op behind the site's last node and gives its output to everyone who read the site's.
 
@@ -25,6 +30,7 @@ def lower(
         builder: Inserts into the graph.
         site: The site; nothing of it is removed here (dead code elimination does that).
         slots: The op's fourth input, from KvCacheBegin.
+        positions: Where the new tokens are, for rotary embeddings that the original op applied inside.
         options: The format attributes (n_recent, key_bits, …).
     """
     producer = site.output.producer()
@@ -32,13 +38,12 @@ def lower(
         raise ValueError(f"site {site.layer} has no output node")
     readers = [(use.node, use.idx) for use in site.output.uses()]
     builder.after(producer)
-    axis = (
-        1 if all(operand.layout in ("BSHD", "BSC") for operand in (site.query, site.key, site.value)) else 2
-    )
-    query = _operand(builder, site, site.query, site.num_heads, site.head_dim, axis)
-    key = _operand(builder, site, site.key, site.kv_num_heads, site.head_dim, axis)
-    value = _operand(builder, site, site.value, site.kv_num_heads, site.value_head_dim, axis)
-    inputs = [query, key, value, slots, _padding(builder, site), _bias(builder, site)]
+    operands = _operands(builder, site, positions)
+    axis = 1 if all(operand.layout in ("BSHD", "BSC") for operand in operands) else 2
+    query = _operand(builder, site, operands[0], site.num_heads, site.head_dim, axis)
+    key = _operand(builder, site, operands[1], site.kv_num_heads, site.head_dim, axis)
+    value = _operand(builder, site, operands[2], site.kv_num_heads, site.value_head_dim, axis)
+    inputs = [query, key, value, slots, _padding(builder, site), _bias(builder, site), _sink(builder, site)]
     while inputs[-1] is None:
         inputs.pop()
     attributes: dict[str, int | float | str] = {
@@ -59,6 +64,13 @@ def lower(
     for node, position in readers:
         node.replace_input_with(position, output)
     _replace_graph_output(site.output, output)
+
+
+def _operands(builder: Builder, site: AttentionSite, positions: Positions) -> tuple[Operand, ...]:
+    """Query, key and value, after what the original op did to them first."""
+    if site.preamble is None:
+        return site.query, site.key, site.value
+    return site.preamble.build(builder, site.heads, positions)
 
 
 def _operand(
@@ -98,9 +110,31 @@ def _padding(builder: Builder, site: AttentionSite) -> ir.Value | None:
 def _bias(builder: Builder, site: AttentionSite) -> ir.Value | None:
     total: ir.Value | None = None
     for term in site.mask.bias:
-        added = _bias_term(builder, term, site.dtype)
+        added = _unfold(builder, term, _bias_term(builder, term, site.dtype), site.num_heads)
         total = added if total is None else builder.node("Add", [total, added])
     return total
+
+
+def _sink(builder: Builder, site: AttentionSite) -> ir.Value | None:
+    if site.head_sink is None:
+        zeros = np.zeros(site.num_heads, site.dtype.numpy())
+        return builder.constant(zeros, "head_sink") if site.smooth_softmax else None
+    if dtype_of(site.head_sink) == site.dtype:
+        return site.head_sink
+    return builder.node("Cast", [site.head_sink], {"to": int(site.dtype)})
+
+
+def _unfold(builder: Builder, term: BiasTerm, added: ir.Value, heads: int) -> ir.Value:
+    """A term with the heads on an axis of their own."""
+    if term.fold == "batch":  # B*H S T
+        axes = {"axes": [0]} if builder.opset < 13 else {}
+        added = builder.node("Unsqueeze", [added, *([] if axes else [builder.integers([0])])], axes)
+        return builder.node("Reshape", [added, builder.integers([-1, heads, 0, 0])])
+    if term.fold == "groups":  # B K G S T
+        added = builder.node("Transpose", [added], {"perm": [0, 3, 4, 1, 2]})
+        added = builder.node("Reshape", [added, builder.integers([0, 0, 0, -1])])
+        return builder.node("Transpose", [added], {"perm": [0, 3, 1, 2]})
+    return added
 
 
 def _bias_term(builder: Builder, term: BiasTerm, dtype: ir.DataType) -> ir.Value:

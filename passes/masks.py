@@ -19,7 +19,7 @@ import onnx_ir as ir
 from .plan import Array
 from .probes import PADDINGS, Probe
 from .proposal import HIDDEN, ScoreChain, positions_bias
-from .site import Mask, Mismatch, TooLarge, label
+from .site import BiasTerm, Mask, Mismatch, TooLarge, label
 from .trial import Trial
 from .walk import numbers_in
 
@@ -27,6 +27,10 @@ from .walk import numbers_in
 _BASE = ((5, 0), (1, 6), (3, 4))
 # Cached tokens behind two new ones, to find windows; a constant table in the graph may end earlier.
 _LONG = (20, 62, 126, 300, 1022, 2046, 5000, 40000, 300000)
+# Where nothing is ever cached, all tokens of a probe are queries, and a mask takes the square of memory.
+_LONG_PREFILL = (20, 62, 126, 300)
+# Of a long prefill, the queries that the proof tells about.
+_TOLD_QUERIES = 64
 # No window is this long; larger numbers mean "to the end" or "never".
 _ENDLESS = 1 << 22
 
@@ -41,7 +45,7 @@ class Observation:
 
     def describe(self) -> dict[str, Any]:
         """The probe and the ranges of keys that each query of each row saw, as plain data."""
-        rows = self.visible[:, 0]
+        rows = self.visible[:, 0, -_TOLD_QUERIES:]
         return {
             **self.probe.describe(),
             "visible": [[_ranges(query) for query in row] for row in rows],
@@ -129,26 +133,26 @@ class Reach:
     @property
     def past(self) -> int:
         """The longest cache that was evaluated."""
-        return self.observations[-1].probe.past if self.observations else max(past for _, past in _BASE)
+        return self.observations[-1].probe.total - 2 if self.observations else max(past for _, past in _BASE)
 
     def window(self) -> int:
         """The window that the longest probe shows: p - first visible key; -1 when key 0 is visible."""
-        visible = self.observations[-1].visible[0, 0, 0] if self.observations else np.ones(1, bool)
+        visible = self.observations[-1].visible[0, 0, -1] if self.observations else np.ones(1, bool)
         if not visible.any() or visible[0]:
             return -1
-        return self.past - int(np.argmax(visible))
+        return self.observations[-1].probe.total - 1 - int(np.argmax(visible))
 
 
 def _reach(trial: Trial) -> Reach:
     batch = 1 if trial.space.batch_size() is None else None
     found: list[Observation] = []
-    for past in _LONG:
+    for past in _LONG_PREFILL if trial.space.prefill_only else _LONG:
         try:
             found.append(_observe(trial, trial.probe(2, past, batch=batch)))
         except TooLarge:
             return Reach(found, whole=False)
         except Mismatch:
-            found += _last_before(trial, found[-1].probe.past if found else 0, past, batch)
+            found += _last_before(trial, found[-1].probe.total - 2 if found else 0, past, batch)
             return Reach(found, whole=True)
     return Reach(found, whole=False)
 
@@ -186,7 +190,7 @@ def _observe_window(trial: Trial, window: int) -> list[Observation]:
 
 def _explains(observation: Observation, causal: bool, window: int, padded: bool) -> bool:
     probe = observation.probe
-    rule = np.isfinite(positions_bias(probe, causal, window))[None, None]
+    rule = np.isfinite(positions_bias(probe, causal, window))[:, None]
     if padded:
         rule = rule & probe.attend()[:, None, None, :]
     compared = rule.any(axis=-1, keepdims=True)
@@ -202,10 +206,17 @@ def _pass_through(trial: Trial, observations: list[Observation], why: str) -> Ma
         if math.isnan(term.factor) or (term.factor != 1.0 and term.fill is None):
             raise Mismatch(f"{label(term.value)} is added to the scores before they are scaled", term.value)
     _require_full_width(trial)
+    terms = tuple(_settled(trial, term) for term in source.terms)
     proof: list[Mapping[str, Any]] = [observation.describe() for observation in observations]
-    return Mask(
-        "other", source.causal, source.window_left, None, source.terms, (*proof, {"passed_through": why})
-    )
+    return Mask("other", source.causal, source.window_left, None, terms, (*proof, {"passed_through": why}))
+
+
+def _settled(trial: Trial, term: BiasTerm) -> BiasTerm:
+    """A term whose leading axis is 1 instead of B*H spreads over all heads as it is."""
+    if term.fold != "batch":
+        return term
+    shape = trial.evaluation(trial.probe(3, 4), data=False, cut=trial.proposal.mask.cut).shape(term.value)
+    return dataclasses.replace(term, fold="") if len(shape) < 3 or shape[0] == 1 else term
 
 
 def _require_full_width(trial: Trial) -> None:

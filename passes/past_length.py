@@ -15,7 +15,7 @@ from .builder import Builder
 from .evaluate import shape_range
 from .find import Findings
 from .probes import Probe, hollow
-from .site import AttentionSite, Mismatch, Operand, label
+from .site import AttentionSite, Mismatch, label
 from .values import constant, dtype_of, is_op
 
 # Sizes chosen so that no dim equals another, or a multiple of it, in all of them.
@@ -54,9 +54,13 @@ def fit_shape(
 
 
 def _site_bindings(site: AttentionSite, probe: Probe) -> dict[ir.Value, np.ndarray]:
-    keys = ((Operand(site.past_key, site.cache_layout[0]), probe.past), (site.key, probe.sequence))
-    values = ((Operand(site.past_value, site.cache_layout[1]), probe.past), (site.value, probe.sequence))
+    key_cache, value_cache = site.cache_operands
+    keys, values = [(key_cache, probe.past)], [(value_cache, probe.past)]
     bindings = {}
+    if site.preamble is None:
+        keys, values = [*keys, (site.key, probe.sequence)], [*values, (site.value, probe.sequence)]
+    else:
+        bindings = site.preamble.arrays(site.heads, probe, 1.0, data=False)
     for operands, head_dim in ((keys, site.head_dim), (values, site.value_head_dim)):
         for operand, length in operands:
             shape = operand.shape(probe.batch, site.kv_num_heads, length, head_dim)

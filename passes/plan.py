@@ -39,12 +39,15 @@ class PlanBuilder:
     """Collects the backward slice of a graph and writes it as a model.
 
     Args:
-        functions: (domain, name) of the model's local functions, which cannot be cut out.
+        functions: The model's local functions; those that the slice calls go with it.
         bindings: The values at which the slice ends.
     """
 
-    def __init__(self, functions: set[tuple[str, str]], bindings: Mapping[ir.Value, Array]) -> None:
+    def __init__(
+        self, functions: Mapping[ir.OperatorIdentifier, ir.Function], bindings: Mapping[ir.Value, Array]
+    ) -> None:
         self._functions = functions
+        self._called: dict[ir.OperatorIdentifier, ir.Function] = {}
         self._bindings = bindings
         self._names: dict[ir.Value, str] = {}
         self._feeds: list[ir.Value] = []
@@ -78,7 +81,8 @@ class PlanBuilder:
                 onnx.helper.make_tensor_value_info(f"s{position}", onnx.TensorProto.INT64, [None])
             )
         model = onnx.ModelProto(ir_version=min(ir_version, _IR_VERSION), graph=self._graph)
-        used = {"", *(node.domain for node in self._graph.node)}
+        model.functions.extend(ir.serde.serialize_function(function) for function in self._called.values())
+        used = {"", *(node.domain for node in self._graph.node), *(domain for domain, _, _ in self._called)}
         for domain in sorted(used & opsets.keys()):
             model.opset_import.add(domain=domain, version=opsets[domain])
         return bytes(model.SerializeToString(deterministic=True))
@@ -116,12 +120,20 @@ class PlanBuilder:
         return True
 
     def _check(self, node: ir.Node) -> None:
-        if (node.domain, node.op_type) in self._functions:
-            raise Mismatch(f"{label(node)} calls a model-local function", node)
+        self._call(node)
         if any(a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for a in node.attributes.values()):
             raise Mismatch(f"{label(node)} holds a subgraph", node)
         if node.domain == "kvfuse":
             raise Mismatch(f"{label(node)} is already a kvfuse op", node)
+
+    def _call(self, node: ir.Node) -> None:
+        """Notes the local function that a node calls, and those that it calls in turn."""
+        function = self._functions.get(node.op_identifier())
+        if function is None or function.identifier() in self._called:
+            return
+        self._called[function.identifier()] = function
+        for inner in function.all_nodes():
+            self._call(inner)
 
     def _emit(self, node: ir.Node) -> None:
         proto = ir.serde.serialize_node(node)

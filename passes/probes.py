@@ -19,13 +19,16 @@ from .plan import Array
 from .site import Mismatch, Operand, label
 
 PADDINGS = ("none", "left", "right", "holes")
+# Right padding as ops read it that are told the length of each row: later rows are shorter.
+RAGGED = "ragged"
+_ROW_DEFICIT = 2
 # A length that fits nothing else, for axes such as an encoder's.
 _OTHER_LENGTH = 9
 
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """Sizes of one trial run, and how its batch is padded ("none", "left", "right" or "holes")."""
+    """Sizes of one trial run, and how its batch is padded (one of PADDINGS, or RAGGED)."""
 
     batch: int
     sequence: int
@@ -44,6 +47,8 @@ class Probe:
     def attend(self) -> Array:
         """Bool [B, T]: the tokens that are not padding; every row keeps at least one."""
         attend = np.ones((self.batch, self.total), bool)
+        if self.padding == RAGGED:
+            return np.asarray(np.arange(self.total)[None] < self.lengths()[:, None])
         for row in range(self.batch if self.padding != "none" else 0):
             hidden = min(self.total - 1, 1 + (row + 1) % 3)
             if self.padding == "left":
@@ -53,6 +58,15 @@ class Probe:
             else:
                 attend[row, (row + 1) % 2 :: 3] = False
         return attend
+
+    def lengths(self) -> Array:
+        """int64 [B]: the tokens of each row, cached and new."""
+        rows = np.arange(self.batch) * (_ROW_DEFICIT if self.padding == RAGGED else 0)
+        return np.asarray(np.maximum(self.total - rows, 1))
+
+    def pasts(self) -> Array:
+        """int64 [B]: the cached tokens of each row; its new tokens follow them."""
+        return np.asarray(np.maximum(self.lengths() - self.sequence, 0))
 
 
 Roles = Mapping[str, str]
@@ -64,9 +78,13 @@ class InputSpace:
     Args:
         graph: The main graph.
         caches: The cache inputs and the order of their axes.
+        prefill_only: The caches are empty in every run of this graph.
     """
 
-    def __init__(self, graph: ir.Graph, caches: Mapping[ir.Value, Operand]) -> None:
+    def __init__(
+        self, graph: ir.Graph, caches: Mapping[ir.Value, Operand], *, prefill_only: bool = False
+    ) -> None:
+        self.prefill_only = prefill_only
         self._caches = dict(caches)
         self._inputs = [value for value in graph.inputs if value.name not in graph.initializers]
         self._fixed: dict[str, str] = {}

@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from .evaluate import Evaluation
 from .plan import Array
+from .preamble import Preamble
 from .probes import Probe
 from .site import BiasTerm, Operand
 from .values import dtype_of
@@ -55,6 +56,7 @@ class ScoreChain:
         factors: Scalars on the scores, each with its power; with a soft cap, those after its Tanh.
         inner: With a soft cap, the scalars before its Tanh; else None.
         terms: The mask operands.
+        fold: How the heads of the product Q·K are folded, as in BiasTerm.
     """
 
     raw: ir.Value
@@ -62,6 +64,7 @@ class ScoreChain:
     factors: tuple[tuple[ir.Value, int], ...]
     inner: tuple[tuple[ir.Value, int], ...] | None
     terms: tuple[BiasTerm, ...]
+    fold: str = ""
     causal: bool = False
     window_left: int = -1
 
@@ -76,7 +79,10 @@ class ScoreChain:
 
     def bias(self, evaluation: Evaluation, probe: Probe) -> Array:
         """The scores that the chain makes of raw scores of zero: exactly what its masks add."""
-        return evaluation.array(self.end).astype(np.float64)
+        scores = evaluation.array(self.end).astype(np.float64)
+        if scores.ndim in (3, 5) and scores.shape[-2:] == (probe.sequence, probe.total):
+            scores = scores.reshape(probe.batch, -1, probe.sequence, probe.total)
+        return scores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,19 +121,49 @@ class AttentionMask:
                 pads = [(0, 0)] * (added.ndim - 1) + [(0, missing)]
                 added = np.pad(added, pads, constant_values=-np.inf)
             result = result + added
-        return result + positions_bias(probe, self.causal, self.window_left)
+        return result + positions_bias(probe, self.causal, self.window_left)[:, None]
 
 
 def positions_bias(probe: Probe, causal: bool, window_left: int) -> Array:
-    """float64 [S, T]: 0 where the query at position P + s sees key j, else -inf."""
-    position = probe.past + np.arange(probe.sequence)[:, None]
-    key = np.arange(probe.total)[None, :]
-    visible = np.ones((probe.sequence, probe.total), bool)
+    """float64 [B, S, T]: 0 where the query at position P + s of a row sees key j, else -inf."""
+    position = (probe.pasts()[:, None] + np.arange(probe.sequence))[..., None]
+    key = np.arange(probe.total)
+    visible = np.ones((probe.batch, probe.sequence, probe.total), bool)
     if causal:
         visible &= key <= position
     if window_left >= 0:
         visible &= key >= position - window_left
     return np.where(visible, 0.0, -np.inf)
+
+
+ProofProbe = tuple[int, int, str, int | None]
+PROBES: tuple[ProofProbe, ...] = (
+    (5, 0, "none", None),
+    (1, 6, "none", None),
+    (3, 4, "left", None),
+    (2, 5, "holes", None),
+    (4, 3, "right", None),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowLengths:
+    """How GroupQueryAttention is told its lengths.
+
+    Attributes:
+        seqlens: int32 [B], the index of each row's last token.
+        total: int32, the tokens of the longest row.
+    """
+
+    seqlens: ir.Value
+    total: ir.Value
+
+    def arrays(self, probe: Probe) -> dict[ir.Value, Array]:
+        """Probe arrays for both."""
+        last = (probe.lengths() - 1).astype(dtype_of(self.seqlens).numpy())
+        rank = 0 if self.total.shape is None else len(self.total.shape)
+        total = np.full((1,) * rank, probe.total, dtype_of(self.total).numpy())
+        return {self.seqlens: last, self.total: total}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +186,11 @@ class Proposal:
         softcap: The attention op's own soft cap.
         heads: num_heads when the op says it, else None.
         kv_heads: kv_num_heads when the op says it, else None.
+        preamble: What the op does to its operands first; `query`, `new_key` and `new_value` are then its
+            inputs (all the same one where they are packed).
+        head_sink, smooth_softmax: As in AttentionSite.
+        lengths: How the op is told the length of each row, when it is.
+        probes: (new tokens, cached tokens, padding, batch size or None for the graph's) of the proof.
     """
 
     pattern: str
@@ -170,3 +211,14 @@ class Proposal:
     softcap: float = 0.0
     heads: int | None = None
     kv_heads: int | None = None
+    preamble: Preamble | None = None
+    head_sink: ir.Value | None = None
+    smooth_softmax: bool = False
+    lengths: RowLengths | None = None
+    probes: tuple[ProofProbe, ...] = PROBES
+
+    def reads(self) -> list[ir.Value]:
+        """What the op reads beside query, new tokens, mask and caches; bound on every probe."""
+        values = [] if self.preamble is None else self.preamble.reads()
+        values += [] if self.lengths is None else [self.lengths.seqlens, self.lengths.total]
+        return values if self.head_sink is None else [*values, self.head_sink]

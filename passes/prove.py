@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from .evaluate import Evaluation
 from .plan import Array
-from .probes import Probe
+from .probes import RAGGED, Probe
 from .proposal import HIDDEN, positions_bias
 from .site import LAYOUTS, AttentionSite, BiasTerm, Mismatch, Operand
 from .trial import Trial
@@ -21,7 +21,6 @@ from .values import dtype_of
 
 # Largest error over the largest output: float sums in another order; half inputs, products and results.
 TOLERANCE = {ir.DataType.FLOAT: 1e-4, ir.DataType.FLOAT16: 1e-2}
-_PROBES = ((5, 0, "none"), (1, 6, "none"), (3, 4, "left"), (2, 5, "holes"), (4, 3, "right"))
 
 
 def prove(trial: Trial, site: AttentionSite) -> list[dict[str, Any]]:
@@ -35,8 +34,12 @@ def prove(trial: Trial, site: AttentionSite) -> list[dict[str, Any]]:
     """
     trial.query_gain = 1.5 / (site.scale * math.sqrt(site.head_dim))
     evidence = []
-    for sequence, past, padding in _PROBES:
-        probe = trial.probe(sequence, past, padding if site.mask.padding is not None else "none")
+    fixed = trial.space.batch_size()
+    for sequence, past, padding, batch in trial.proposal.probes:
+        if batch is not None and fixed is not None and batch != fixed:
+            continue
+        padded = site.mask.padding is not None or padding == RAGGED
+        probe = trial.probe(sequence, past, padding if padded else "none", batch)
         evaluation = trial.evaluation(probe, data=True)
         original = canonical(
             Operand(site.output, site.output_layout), evaluation.array(site.output), site.num_heads
@@ -70,33 +73,60 @@ def model(site: AttentionSite, evaluation: Evaluation, probe: Probe) -> tuple[Ar
     """What the op computes in exact mode, in float64.
 
     Returns:
-        The output [B, H, S, Dv], and bool [B, H, S]: the rows in which at least one key is visible.
+        The output [B, H, S, Dv], and bool [B, H, S]: the tokens that count and see at least one key.
     """
     bound = evaluation.bindings
-    query = canonical(site.query, bound[site.query.value], site.num_heads)  # B H S D
-    key = _joined(site, site.past_key, site.key, bound)  # B K T D
-    value = _joined(site, site.past_value, site.value, bound)  # B K T Dv
+    query, key, value = _new_tokens(site, evaluation, probe)  # B heads S D
+    key_cache, value_cache = site.cache_operands
+    key = _joined(canonical(key_cache, bound[key_cache.value], site.kv_num_heads), key, probe)  # B K T D
+    value = _joined(canonical(value_cache, bound[value_cache.value], site.kv_num_heads), value, probe)
     group = site.num_heads // site.kv_num_heads
     key, value = np.repeat(key, group, axis=1), np.repeat(value, group, axis=1)
     scores = site.scale * query @ key.swapaxes(-1, -2)  # B H S T
     if site.softcap:
         scores = site.softcap * np.tanh(scores / site.softcap)
-    added = positions_bias(probe, site.mask.causal, site.mask.window_left)[None, None]
+    added = positions_bias(probe, site.mask.causal, site.mask.window_left)[:, None]
     if site.mask.padding is not None:
         attend = bound[site.mask.padding].astype(bool)[:, None, None, :]
         added = added + np.where(attend, 0.0, -np.inf)
     for term in site.mask.bias:
-        added = added + bias_array(term, evaluation.array(term.value))
+        added = added + bias_array(term, evaluation.array(term.value), site.num_heads)
     added = np.broadcast_to(added, scores.shape)
     visible: Array = np.any(added > HIDDEN, axis=-1)
     scores = scores + np.where(visible[..., None], added, 0.0)
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    weights /= weights.sum(axis=-1, keepdims=True)
-    return weights @ value, visible
+    sink = _sink(site, bound)  # 1 H 1 1, or nothing
+    largest = scores.max(axis=-1, keepdims=True)
+    weights = np.exp(scores - largest)
+    weights /= weights.sum(axis=-1, keepdims=True) + (0.0 if sink is None else np.exp(sink - largest))
+    counts = np.arange(probe.sequence) < (probe.lengths() - probe.pasts())[:, None]  # B S
+    return weights @ value, visible & counts[:, None]
 
 
-def bias_array(term: BiasTerm, array: Array) -> Array:
-    """What a bias term adds to the scores, in float64."""
+def _new_tokens(site: AttentionSite, evaluation: Evaluation, probe: Probe) -> list[Array]:
+    """Query, key and value of this run [B, heads, S, D], as the fused op would get them."""
+    bound = evaluation.bindings
+    operands = [site.query, site.key, site.value]
+    arrays = [bound[operand.value] for operand in operands]
+    if site.preamble is not None:
+        beside = evaluation.beside
+        arrays = site.preamble.evaluated_in(beside, bound, site.heads, probe.pasts(), evaluation.opset)
+        operands = [Operand(operand.value, "BSC") for operand in operands]
+    counts = (site.num_heads, site.kv_num_heads, site.kv_num_heads)
+    return [canonical(*each) for each in zip(operands, arrays, counts, strict=True)]
+
+
+def _sink(site: AttentionSite, bound: dict[ir.Value, Array]) -> Array | None:
+    if site.head_sink is None:
+        return np.zeros((1, 1, 1, 1)) if site.smooth_softmax else None
+    return np.asarray(bound[site.head_sink], np.float64).reshape(1, -1, 1, 1)
+
+
+def bias_array(term: BiasTerm, array: Array, heads: int) -> Array:
+    """What a bias term adds to the scores, in float64, with the heads on an axis of their own."""
+    if term.fold == "batch":
+        array = array.reshape(-1, heads, *array.shape[1:])
+    elif term.fold == "groups":
+        array = array.reshape(array.shape[0], -1, *array.shape[3:])
     if term.fill is None:
         return array.astype(np.float64) * term.factor
     return np.where(array.astype(bool) == term.visible_when, 0.0, term.fill * term.factor)
@@ -104,16 +134,18 @@ def bias_array(term: BiasTerm, array: Array) -> Array:
 
 def canonical(operand: Operand, array: Array, heads: int) -> Array:
     """An operand's array as float64 [B, heads, S, D]."""
-    array = np.asarray(array, np.float64)
+    array = np.asarray(array if operand.stacked_index is None else array[operand.stacked_index], np.float64)
     if operand.layout == "BSC":
         batch, sequence, width = array.shape
         array = array.reshape(batch, sequence, heads, width // heads)
     return np.transpose(array, LAYOUTS["BSHD" if operand.layout == "BSC" else operand.layout])
 
 
-def _joined(site: AttentionSite, past: ir.Value, new: Operand, bound: dict[ir.Value, Array]) -> Array:
-    layout = site.cache_layout
-    cached = canonical(
-        Operand(past, layout[0] if past is site.past_key else layout[1]), bound[past], site.kv_num_heads
-    )
-    return np.concatenate([cached, canonical(new, bound[new.value], site.kv_num_heads)], axis=2)
+def _joined(cached: Array, new: Array, probe: Probe) -> Array:
+    """Each row's cached tokens and its new ones [B, K, T, D]; zeros behind a shorter row."""
+    batch, heads, sequence, head_dim = new.shape
+    result = np.zeros((batch, heads, probe.total, head_dim))
+    for row, past in enumerate(probe.pasts()):
+        result[row, :, :past] = cached[row, :, :past]
+        result[row, :, past : past + sequence] = new[row]
+    return result

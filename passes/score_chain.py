@@ -6,9 +6,10 @@ import numpy as np
 import onnx_ir as ir
 
 from .proposal import HIDDEN, ScoreChain
+from .ranks import rank_of
 from .site import BiasTerm, Mismatch, label
 from .values import constant, is_op
-from .walk import PASS_OPS, is_scalar_constant
+from .walk import LAYOUT_OPS, PASS_OPS, is_scalar_constant
 
 Factors = tuple[tuple[ir.Value, int], ...]
 
@@ -22,11 +23,11 @@ _SCORE_OPERANDS = {
 
 
 def raw_scores(value: ir.Value, failed: set[ir.Value]) -> ir.Node | None:
-    """The MatMul of query and key behind the score chain, else None."""
+    """The MatMul or Einsum of query and key behind the score chain, else None."""
     node = value.producer()
     if node is None or value in failed or node.domain != "":
         return None
-    if node.op_type == "MatMul":
+    if node.op_type in ("MatMul", "Einsum"):
         return node
     for position in _SCORE_OPERANDS.get(node.op_type, ()):
         operand = node.inputs[position] if position < len(node.inputs) else None
@@ -39,7 +40,7 @@ def raw_scores(value: ir.Value, failed: set[ir.Value]) -> ir.Node | None:
 
 def score_chain(end: ir.Value, raw_node: ir.Node) -> ScoreChain:
     """Reads the ops from the Softmax back to Q·K; see _ChainReader."""
-    reader = _ChainReader()
+    reader = _ChainReader(fold_of(end))
     value = end
     while value.producer() is not raw_node:
         node = value.producer()
@@ -53,7 +54,44 @@ def score_chain(end: ir.Value, raw_node: ir.Node) -> ScoreChain:
         factors=tuple(reader.factors if reader.outer is None else reader.outer),
         inner=tuple(reader.factors) if capped else None,
         terms=tuple(reader.terms),
+        fold=fold_of(value),
     )
+
+
+def without_sink(end: ir.Value) -> tuple[ir.Value, ir.Value | None]:
+    """The scores before a column of sinks [H] was put behind them, and those sinks, else None.
+
+    Raises:
+        Mismatch: There is such a column, but of other numbers.
+    """
+    node = added_column(end)
+    if node is None:
+        return end, None
+    scores, sink = both_operands(node)
+    while rank_of(sink) != 1:
+        producer = sink.producer()
+        inner = producer.inputs[0] if is_op(producer, *LAYOUT_OPS, *PASS_OPS) and producer else None
+        if inner is None:
+            raise Mismatch(f"the last column {label(sink)} of the scores is not one number per head", node)
+        sink = inner
+    return scores, sink
+
+
+def added_column(end: ir.Value) -> ir.Node | None:
+    """The Concat of scores and one more column: `Softmax(c - max(c))` with `c = Concat(scores, sinks)`."""
+    node = end.producer()
+    if is_op(node, "Sub") and node is not None and node.inputs[0] is not None:
+        largest = node.inputs[1].producer() if node.inputs[1] is not None else None
+        if is_op(largest, "ReduceMax") and largest is not None and largest.inputs[0] is node.inputs[0]:
+            node = node.inputs[0].producer()  # a number per row; taking it off every logit changes nothing
+    while is_op(node, *PASS_OPS) and node is not None and node.inputs[0] is not None:
+        node = node.inputs[0].producer()
+    return node if is_op(node, "Concat") and node is not None and len(node.inputs) == 2 else None
+
+
+def fold_of(scores: ir.Value) -> str:
+    """How the heads of scores are folded, from their rank: see BiasTerm.fold."""
+    return {3: "batch", 5: "groups"}.get(rank_of(scores) or 4, "")
 
 
 class _ChainReader:
@@ -63,9 +101,11 @@ class _ChainReader:
         factors: The factors met since the last Tanh (all of them without one).
         outer: The factors between Tanh and mask, once a Tanh was met.
         terms: The mask operands.
+        fold: How the heads of the scores at hand are folded.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fold: str = "") -> None:
+        self.fold = fold
         self.factors: list[tuple[ir.Value, int]] = []
         self.outer: list[tuple[ir.Value, int]] | None = None
         self.terms: list[BiasTerm] = []
@@ -84,6 +124,8 @@ class _ChainReader:
             return self._where(node)
         if is_op(node, "Max"):
             return self._floor(node)
+        if is_op(node, "Reshape"):
+            return self._reshape(node)
         if is_op(node, "Tanh"):
             if self.outer is not None:
                 raise Mismatch(f"{label(node)} is a second Tanh on the scores", node)
@@ -98,6 +140,18 @@ class _ChainReader:
         if operand is None:
             raise Mismatch(f"{label(node)} lacks its input {position}", node)
         return operand
+
+    def _reshape(self, node: ir.Node) -> ir.Value:
+        scores = self._operand(node, 0)
+        before = fold_of(scores)
+        if before == self.fold:
+            raise Mismatch(f"{label(node)} reshapes the attention scores otherwise than by heads", node)
+        self.fold = before
+        return scores
+
+    def _fold_of_term(self, value: ir.Value) -> str:
+        """Where the scores are folded, a term of as many axes is folded with them."""
+        return self.fold if self.fold and rank_of(value) in (None, 3 if self.fold == "batch" else 5) else ""
 
     def _floor(self, node: ir.Node) -> ir.Value:
         """Max(scores, lowest): keeps -inf out of the Softmax and changes no visible score."""
@@ -119,7 +173,9 @@ class _ChainReader:
         left, right = both_operands(node)
         swap = raw_scores(left, set()) is None
         scores, added = (right, left) if swap else (left, right)
-        self.terms.append(BiasTerm(added, factor=_constant_product(self.factors)))
+        self.terms.append(
+            BiasTerm(added, factor=_constant_product(self.factors), fold=self._fold_of_term(added))
+        )
         return scores
 
     def _where(self, node: ir.Node) -> ir.Value:
@@ -134,7 +190,8 @@ class _ChainReader:
             )
         level = float(number.reshape(-1)[0])
         factor = _constant_product(self.factors)
-        self.terms.append(BiasTerm(condition, fill=level, visible_when=visible_when, factor=factor))
+        fold = self._fold_of_term(condition)
+        self.terms.append(BiasTerm(condition, level, visible_when, factor, fold))
         return scores
 
 

@@ -105,6 +105,15 @@ def _matmul(node: ir.Node, shapes: Sequence[Shape], ints: Ints) -> Shape:
     return (*np.broadcast_shapes(left[:-2], right[:-2]), left[-2], right[-1])
 
 
+def _einsum(node: ir.Node, shapes: Sequence[Shape], ints: Ints) -> Shape:
+    terms, arrow, result = node.attributes["equation"].as_string().replace(" ", "").partition("->")
+    if not arrow or "." in terms:
+        raise ValueError("Einsum without a plain result")
+    sizes = {letter: size for term, shape in zip(terms.split(","), shapes, strict=True)
+             for letter, size in zip(term, shape, strict=True)}  # fmt: skip
+    return tuple(sizes[letter] for letter in result)
+
+
 def _gemm(node: ir.Node, shapes: Sequence[Shape], ints: Ints) -> Shape:
     rows = shapes[0][1] if _int(node, "transA", 0) else shapes[0][0]
     columns = shapes[1][0] if _int(node, "transB", 0) else shapes[1][1]
@@ -153,6 +162,24 @@ def _attention(node: ir.Node, shapes: Sequence[Shape], ints: Ints) -> Shape:
     return (*query[:2], _int(node, "q_num_heads", 1) * value[2] // _int(node, "kv_num_heads", 1))
 
 
+def _group_query_attention(node: ir.Node, shapes: Sequence[Shape], ints: Ints) -> Shape:
+    batch, sequence, width = shapes[0]
+    heads, kv_heads = _int(node, "num_heads", 1), _int(node, "kv_num_heads", 1)
+    packed = len(node.inputs) < 2 or node.inputs[1] is None
+    return batch, sequence, width * heads // (heads + 2 * kv_heads) if packed else width
+
+
+def _multi_head_attention(node: ir.Node, shapes: Sequence[Shape], ints: Ints) -> Shape:
+    query, _, value = shapes
+    width = value[2] if len(value) == 3 else value[1] * value[3]
+    return query[0], query[1], width
+
+
+def _contrib_attention(node: ir.Node, shapes: Sequence[Shape], ints: Ints) -> Shape:
+    sizes = _integers(node, "qkv_hidden_sizes", len(node.inputs), ints)
+    return (*shapes[0][:2], sizes[2] if sizes else shapes[1][1] // 3)
+
+
 def _split(node: ir.Node, shapes: Sequence[Shape], ints: Ints) -> list[Shape]:
     """The shapes of all outputs."""
     axis = _int(node, "axis", 0) % len(shapes[0])
@@ -186,6 +213,7 @@ _RULES: dict[str, tuple[Rule, int]] = {
     "Gather": (_gather, 2),
     "Concat": (_concat, 0),
     "MatMul": (_matmul, 2),
+    "Einsum": (_einsum, 0),
     "Gemm": (_gemm, 2),
     "MatMulNBits": (_matmul_nbits, 1),
     "Reshape": (_reshape, 1),
@@ -193,6 +221,8 @@ _RULES: dict[str, tuple[Rule, int]] = {
     "Tile": (_tile, 1),
     "Slice": (_slice, 1),
     "Attention": (_attention, 3),
+    "GroupQueryAttention": (_group_query_attention, 1),
+    "MultiHeadAttention": (_multi_head_attention, 3),
 }
 
 
@@ -210,7 +240,9 @@ def rule_for(value: ir.Value) -> tuple[Rule, tuple[ir.Value, ...]] | None:
     contrib_attention = node.op_type == "Attention" and node.domain != ""
     if node.op_type == "Split":
         rule, count = _split_output(value.index() or 0), 1
-    elif node.op_type in _RULES and not other_output and not contrib_attention:
+    elif contrib_attention and not other_output:
+        rule, count = _contrib_attention, 2
+    elif node.op_type in _RULES and not other_output:
         rule, count = _RULES[node.op_type]
     else:
         return None

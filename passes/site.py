@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import onnx_ir as ir
+
+if TYPE_CHECKING:
+    from .preamble import Preamble
 
 # The order of the axes of a 4-D operand, or "BSC" for a packed 3-D one (C = heads * head_dim).
 LAYOUTS: Mapping[str, tuple[int, int, int, int]] = {
@@ -51,27 +54,53 @@ def label(thing: ir.Node | ir.Value | None) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """A value and the order of its axes (a key of LAYOUTS, or "BSC" for packed heads)."""
+    """A value and the order of its axes (a key of LAYOUTS, or "BSC" for packed heads).
+
+    Attributes:
+        value: The value.
+        layout: The order of its axes.
+        stacked_index: The place on a leading axis where keys and values are stacked in one value, else None.
+    """
 
     value: ir.Value
     layout: str
+    stacked_index: int | None = None
+
+    @property
+    def leading(self) -> int:
+        """How many axes come before those of the layout."""
+        return 0 if self.stacked_index is None else 1
 
     @property
     def sequence_axis(self) -> int:
         """The axis of the sequence in the value as it is."""
-        return 1 if self.layout == "BSC" else self.layout.index("S")
+        return self.leading + (1 if self.layout == "BSC" else self.layout.index("S"))
 
     @property
     def batch_axis(self) -> int:
         """The axis of the batch in the value as it is."""
-        return self.layout.index("B")
+        return self.leading + self.layout.index("B")
 
     def shape(self, batch: int, heads: int, sequence: int, head_dim: int) -> tuple[int, ...]:
         """The value's shape for the given sizes."""
         if self.layout == "BSC":
             return batch, sequence, heads * head_dim
         sizes = {"B": batch, "H": heads, "S": sequence, "D": head_dim}
-        return tuple(sizes[axis] for axis in self.layout)
+        return (2,) * self.leading + tuple(sizes[axis] for axis in self.layout)
+
+
+class Heads(NamedTuple):
+    """num_heads, kv_num_heads, head_dim and the value head size."""
+
+    query: int
+    kv: int
+    head_dim: int
+    value_head_dim: int
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """H·D, K·D and K·V: query, key and value with their heads side by side."""
+        return self.query * self.head_dim, self.kv * self.head_dim, self.kv * self.value_head_dim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,12 +112,15 @@ class BiasTerm:
         fill: None for an added number, else what a hidden score becomes (the condition is then a bool).
         visible_when: The truth value of the condition that lets the score through.
         factor: What the original multiplies the sum by after adding (1.0 almost always).
+        fold: How the heads lie in its axes: "" on one of their own; "batch": [B*H, S, T]; "groups": [B, K, G,
+            S, T].
     """
 
     value: ir.Value
     fill: float | None = None
     visible_when: bool = True
     factor: float = 1.0
+    fold: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +164,12 @@ class AttentionSite:
         mask: What the mask means.
         evidence: The probes of the numerical proof and the errors they gave, as plain data for the report.
         roles: What the symbolic dims of the graph's inputs were proven to mean.
+        preamble: What the original op does to its operands first; `query`, `key` and `value` are then its
+            inputs (all the same one where they are packed).
+        head_sink: One more logit per head [H] in the denominator of the softmax.
+        smooth_softmax: One more logit of 0 there.
+        seqlens: int32 [B], the index of each row's last token; a row appends behind seqlens + 1 - S tokens.
+        stacked: Keys and values are stacked on a leading axis of one cache, keys first.
         layer: The state key; filled in when the sites of a graph are known.
     """
 
@@ -157,6 +195,11 @@ class AttentionSite:
     mask: Mask = Mask("none")
     evidence: tuple[Mapping[str, Any], ...] = ()
     roles: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    preamble: Preamble | None = None
+    head_sink: ir.Value | None = None
+    smooth_softmax: bool = False
+    seqlens: ir.Value | None = None
+    stacked: bool = False
     layer: str = ""
 
     def __post_init__(self) -> None:
@@ -168,16 +211,30 @@ class AttentionSite:
             )
         if not self.scale > 0.0 or self.scale == float("inf"):
             raise Mismatch(f"expected a positive scale; found {self.scale}", self.anchor)
-        if self.past_key is self.past_value:
+        if self.past_key is self.past_value and not self.stacked:
             raise Mismatch(
                 f"key and value share one cache input, {label(self.past_key)} (a latent or stacked cache)",
                 self.anchor,
             )
 
     @property
-    def caches(self) -> tuple[ir.Value, ir.Value]:
-        """The two cache inputs."""
-        return self.past_key, self.past_value
+    def heads(self) -> Heads:
+        """The sizes."""
+        return Heads(self.num_heads, self.kv_num_heads, self.head_dim, self.value_head_dim)
+
+    @property
+    def caches(self) -> tuple[ir.Value, ...]:
+        """The two cache inputs, or the one that stacks both."""
+        return (self.past_key,) if self.stacked else (self.past_key, self.past_value)
+
+    @property
+    def cache_operands(self) -> tuple[Operand, Operand]:
+        """The key's and the value's cache input with their layouts."""
+        indices = (0, 1) if self.stacked else (None, None)
+        return (
+            Operand(self.past_key, self.cache_layout[0], indices[0]),
+            Operand(self.past_value, self.cache_layout[1], indices[1]),
+        )
 
 
 @dataclasses.dataclass(frozen=True)

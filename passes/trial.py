@@ -12,7 +12,7 @@ from .evaluate import Evaluation, Evaluator
 from .plan import Array
 from .probes import InputSpace, Probe, Roles, dim_symbol, hollow
 from .proposal import Proposal, ScoreChain
-from .site import Mismatch, Operand, label
+from .site import Heads, Mismatch, Operand, label
 from .values import dtype_of
 
 # A cache longer than any window that a Slice might cut it to.
@@ -46,10 +46,13 @@ class Trial:
             )
         self.heads = self._query_heads()
         self._require_cache_first()
+        self._require_new_tokens()
         self._require_all_tokens()
 
     def probe(self, sequence: int, past: int, padding: str = "none", batch: int | None = None) -> Probe:
-        """A probe with this trial's batch size."""
+        """A probe with this trial's batch size; where nothing is ever cached, all of its tokens are new."""
+        if self.space.prefill_only:
+            sequence, past = sequence + past, 0
         return Probe(self.batch if batch is None else batch, sequence, past, padding)
 
     def evaluation(self, probe: Probe, *, data: bool, cut: ir.Value | None = None) -> Evaluation:
@@ -64,14 +67,37 @@ class Trial:
         proposal = self.proposal
         for cache, heads_dim in self._caches():
             bindings[cache.value] = self._floats(cache, probe.batch, probe.past, heads_dim, data, 1)
+        if proposal.lengths is not None:
+            bindings.update(proposal.lengths.arrays(probe))
+        if proposal.head_sink is not None:
+            bindings[proposal.head_sink] = self._array(proposal.head_sink, (self.heads,), data, 4)
+        bindings.update(self._new_tokens(probe, data))
+        if cut is not None:
+            bindings[cut] = hollow(self._scores_shape(probe), dtype_of(cut).numpy())
+        return self._evaluator.on(bindings)
+
+    def _scores_shape(self, probe: Probe) -> tuple[int, ...]:
+        mask = self.proposal.mask
+        folded = {
+            "batch": (probe.batch * self.heads,),
+            "groups": (probe.batch, self.kv_heads, self.heads // self.kv_heads),
+        }
+        leading = folded.get(mask.fold, (1, 1)) if isinstance(mask, ScoreChain) else (1, 1)
+        return (*leading, probe.sequence, probe.total)
+
+    def _new_tokens(self, probe: Probe, data: bool) -> dict[ir.Value, Array]:
+        """Query, key and value, or what they are made of."""
+        proposal = self.proposal
+        if proposal.preamble is not None:
+            sizes = Heads(self.heads, self.kv_heads, self.head_dim, self.value_head_dim)
+            return proposal.preamble.arrays(sizes, probe, self.query_gain, data=data)
+        arrays = {}
         for new, heads_dim in ((proposal.new_key, self.head_dim), (proposal.new_value, self.value_head_dim)):
-            bindings[new.value] = self._floats(new, probe.batch, probe.sequence, heads_dim, data, 2)
+            arrays[new.value] = self._floats(new, probe.batch, probe.sequence, heads_dim, data, 2)
         shape = proposal.query.shape(probe.batch, self.heads, probe.sequence, self.head_dim)
         query = self._array(proposal.query.value, shape, data, 3)
-        bindings[proposal.query.value] = (query * self.query_gain).astype(query.dtype) if data else query
-        if cut is not None:
-            bindings[cut] = hollow((1, 1, probe.sequence, probe.total), dtype_of(cut).numpy())
-        return self._evaluator.on(bindings)
+        arrays[proposal.query.value] = (query * self.query_gain).astype(query.dtype) if data else query
+        return arrays
 
     def product(self, factors: Sequence[tuple[ir.Value, int]]) -> float:
         """The product of scalar factors.
@@ -81,11 +107,11 @@ class Trial:
         """
         product = 1.0
         for value, power in factors:
-            first, second = (
+            first, second, third = (
                 self.evaluation(probe, data=False).array(value).reshape(-1).tolist()
-                for probe in (self.probe(5, 3), self.probe(1, 7))
+                for probe in (self.probe(5, 3), self.probe(1, 7), self.probe(2, 9))
             )
-            if len(first) != 1 or first != second:
+            if len(first) != 1 or not first == second == third:
                 raise Mismatch(f"the factor {label(value)} on the scores is not one constant number", value)
             product *= float(first[0]) ** power
         return product
@@ -114,6 +140,26 @@ class Trial:
                     f"the first operand of the Concat, {label(cache.value)}, is as long as the query; "
                     "expected the cache first and the new tokens after it",
                     self.proposal.anchor,
+                )
+
+    def _require_new_tokens(self) -> None:
+        """Raises Mismatch when query, key or value are known not to be of this run's rows and tokens."""
+        proposal, probe = self.proposal, self.probe(5, 3)
+        if proposal.preamble is not None:
+            return
+        inputs = self.space.arrays(probe, self.roles, data=False)
+        shapes = self._evaluator.shapes((probe, frozenset(self.roles.items())), inputs)
+        for operand in (proposal.query, proposal.new_key, proposal.new_value):
+            try:
+                shape = shapes.shape(operand.value)
+            except Mismatch:
+                continue  # the op looks again at every run
+            found = shape[operand.batch_axis], shape[operand.sequence_axis]
+            if found != (probe.batch, probe.sequence):
+                raise Mismatch(
+                    f"{label(operand.value)} has shape {shape} for {probe.batch} rows of {probe.sequence} "
+                    f"new tokens after {probe.past} cached ones; expected it to hold the new tokens",
+                    proposal.anchor,
                 )
 
     def _require_all_tokens(self) -> None:
@@ -173,13 +219,26 @@ class Trial:
             evaluation = self._evaluator.on(self.space.arrays(probe, self.roles, data=False))
             shape = evaluation.shape(new.value)
             if new.layout == "BSC":
-                heads = self.proposal.kv_heads or 1
-                return heads, shape[2] // heads
+                return self._packed_sizes(shape[2])
             return shape[new.layout.index("H")], shape[new.layout.index("D")]
         return heads, width
 
+    def _packed_sizes(self, width: int) -> tuple[int, int]:
+        """(kv_num_heads, head size) of new tokens with their heads side by side."""
+        preamble = self.proposal.preamble
+        heads = self.proposal.kv_heads or 1
+        packed = preamble is not None and preamble.key is None
+        side_by_side = (self.proposal.heads or 1) + 2 * heads if packed else heads
+        if width % side_by_side:
+            raise Mismatch(
+                f"{label(self.proposal.new_key.value)} is {width} wide; expected {side_by_side} heads in it",
+                self.proposal.anchor,
+            )
+        return heads, width // side_by_side
+
     def _static(self, operand: Operand, axis: str) -> int | None:
-        size = dim_symbol(operand.value, 2 if operand.layout == "BSC" else operand.layout.index(axis))
+        place = operand.leading + (2 if operand.layout == "BSC" else operand.layout.index(axis))
+        size = dim_symbol(operand.value, place)
         return size if isinstance(size, int) else None
 
     def _query_heads(self) -> int:
@@ -188,19 +247,28 @@ class Trial:
         if proposal.heads is not None:
             return proposal.heads
         declared = proposal.query.value.shape
-        if declared is not None and len(declared) == 4 and isinstance(declared[1], int):
-            return declared[1]
+        layout = proposal.query.layout
+        axis = 2 if layout == "BSC" else layout.index("H")
+        told = declared[axis] if declared is not None and len(declared) == len(layout) else None
+        if isinstance(told, int):
+            return self._heads_in(told)
         self.heads = self.kv_heads
         probe = self.probe(5, 3)
         evaluation = self.evaluation(probe, data=False)
-        shape = evaluation.shape(proposal.key_operand)
-        if proposal.key_operand is not proposal.key.present and len(shape) == 4 and shape[1] != 1:
-            return shape[1]
+        if layout == "BHSD" and proposal.key_operand is not proposal.key.present:
+            shape = evaluation.shape(proposal.key_operand)
+            if len(shape) == 4 and shape[1] != 1:
+                return shape[1]
         del evaluation.bindings[proposal.query.value]
         evaluation = self._evaluator.on(evaluation.bindings)
         shape = evaluation.shape(proposal.query.value)
-        if len(shape) != 4:
+        if len(shape) != len(layout):
             raise Mismatch(
-                f"the query {label(proposal.query.value)} has rank {len(shape)}; expected 4", proposal.anchor
+                f"the query {label(proposal.query.value)} has rank {len(shape)}; expected {len(layout)}",
+                proposal.anchor,
             )
-        return shape[1]
+        return self._heads_in(shape[axis])
+
+    def _heads_in(self, size: int) -> int:
+        """num_heads from the query's heads axis, or from its width where heads lie side by side."""
+        return size // self.head_dim if self.proposal.query.layout == "BSC" else size

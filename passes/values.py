@@ -19,13 +19,34 @@ def constant(value: ir.Value | None) -> np.ndarray | None:
     """The array of a small constant (initializer or Constant node), else None."""
     if value is None:
         return None
-    tensor = ir.convenience.get_const_tensor(value)
+    tensor = value.const_value if value.const_value is not None else _constant_node(value.producer())
     if tensor is None or tensor.size > 4096 or tensor.dtype == ir.DataType.STRING:
         return None
     if isinstance(tensor, ir.ExternalTensor):
         data = np.frombuffer(tensor_bytes(tensor), tensor.dtype.numpy())
         return data.reshape(tensor.shape.numpy())
     return tensor.numpy()
+
+
+_PLAIN_CONSTANTS = {
+    "value_float": np.float32,
+    "value_floats": np.float32,
+    "value_int": np.int64,
+    "value_ints": np.int64,
+}
+
+
+def _constant_node(node: ir.Node | None) -> ir.TensorProtocol | None:
+    """The tensor of a Constant node (onnx_ir's own reader renames it, in the caller's model too)."""
+    if not is_op(node, "Constant") or node is None or len(node.attributes) != 1:
+        return None
+    (attribute,) = node.attributes.values()
+    if attribute.is_ref():
+        return None
+    if attribute.type == ir.AttributeType.TENSOR:
+        return attribute.as_tensor()
+    plain = _PLAIN_CONSTANTS.get(attribute.name)
+    return None if plain is None else ir.tensor(np.array(attribute.value, plain))
 
 
 def tensor_bytes(tensor: ir.TensorProtocol) -> bytes:

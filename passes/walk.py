@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 import numpy as np
 import onnx_ir as ir
@@ -256,13 +256,20 @@ _PROJECTIONS = (
     "Softmax",
     "Einsum",
 )
+# Their first output is computed; the others are presents.
+_ATTENTIONS = ("Attention", "GroupQueryAttention", "MultiHeadAttention", "DecoderMaskedMultiHeadAttention")
 
 
 _IDS = (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL)
 
 
-def reads_cache(operands: Iterable[ir.Value | None]) -> bool:
-    """True when operands come from a graph input of rank 3 or more (no ids) without a projection between."""
+def reads_cache(operands: Iterable[ir.Value | None], barriers: Container[ir.OperatorIdentifier] = ()) -> bool:
+    """True when operands come from a graph input of rank 3 or more (no ids) without a projection between.
+
+    Args:
+        operands: The values to follow.
+        barriers: Operators that are not followed either.
+    """
     seen: set[ir.Value] = set()
     stack = list(operands)
     while stack:
@@ -275,6 +282,8 @@ def reads_cache(operands: Iterable[ir.Value | None]) -> bool:
             ranked = value.shape is not None and len(value.shape) >= 3
             if value.is_graph_input() and ranked and value.dtype not in _IDS:
                 return True
-        elif node.op_type not in _PROJECTIONS and not is_op(node, "Shape", "Size"):
+        elif node.op_type in _PROJECTIONS or is_op(node, "Shape", "Size") or node.op_identifier() in barriers:
+            continue
+        elif node.op_type not in _ATTENTIONS or value is not node.outputs[0]:
             stack.extend(node.inputs)
     return False

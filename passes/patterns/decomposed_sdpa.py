@@ -6,6 +6,9 @@ Dims: B batch_size, H num_heads, K kv_num_heads, S sequence_length, P past, T = 
     scores = MatMul(query [B H S D], key^T [B H D T])        scalars on either side, in any spelling
     probabilities = Softmax(mask(softcap(scale(scores))))    Add, Where; a mask may come before the scale
     output = MatMul(probabilities, value [B H T D])          NaN guard and casts in between
+
+Either product may be an Einsum, have the heads folded into the batch ([B*H S D], bloom) or in groups ([B K
+G S D]). A column of sinks behind the scores, cut off after the Softmax (gpt-oss), becomes the op's head_sink.
 """
 
 from __future__ import annotations
@@ -14,9 +17,10 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
-from ..probabilities import require_private, value_product
+from ..probabilities import follow, require_private
+from ..products import packed_heads, score_product, value_operand_and_output
 from ..proposal import Proposal
-from ..score_chain import both_operands, raw_scores, score_chain, strip_scalars
+from ..score_chain import raw_scores, score_chain, without_sink
 from ..site import Mismatch, Operand, label
 from ..values import is_op
 from ..walk import cache_layout, find_append
@@ -35,41 +39,54 @@ def propose(softmax: ir.Node) -> Proposal:
     Raises:
         Mismatch: It is none that this pattern covers; the sentence says why.
     """
-    product = value_product(softmax)
-    end = softmax.inputs[0]
-    raw_node = raw_scores(end, set()) if end is not None else None
-    if end is None or raw_node is None:
+    path = follow(softmax)
+    scores, sink = _scores(softmax)
+    raw_node = raw_scores(scores, set())
+    if raw_node is None:
         raise Mismatch(f"{label(softmax)} does not follow a MatMul of query and key", softmax)
-    if product is None:
-        users = ", ".join(label(user) for user in dict.fromkeys(softmax.outputs[0].consumers()))
+    if path.product is None:
+        users = ", ".join(label(user) for user in dict.fromkeys(path.operand.consumers()))
         raise Mismatch(
             f"the attention probabilities go to {users or 'nothing'}; expected a MatMul with the value",
             softmax,
         )
-    require_private(softmax, product)
-    query_operand, key_operand = both_operands(raw_node)
-    value_operand = both_operands(product)[1]
-    key = find_append(key_operand, "key")
+    require_private(softmax, path)
+    if (sink is None) != (path.sliced is None):
+        raise Mismatch(
+            f"a column is added to the scores of {label(softmax)} or cut off, but not both", softmax
+        )
+    product = score_product(raw_node)
+    value_operand, output = value_operand_and_output(path.product, path.operand)
+    key = find_append(product.key, "key")
     value = find_append(value_operand, "value")
     if value.factors:
         raise Mismatch(
-            f"the value is multiplied by {label(value.factors[0][0])} before it is averaged", product
+            f"the value is multiplied by {label(value.factors[0][0])} before it is averaged", path.product
         )
-    query, query_factors = strip_scalars(query_operand)
     key_layout, value_layout = cache_layout(key), cache_layout(value)
     return Proposal(
         pattern=NAME,
         anchor=softmax,
-        query=Operand(query, "BHSD"),
+        query=product.query,
         key=key,
         value=value,
         key_cache=Operand(key.past, key_layout),
         value_cache=Operand(value.past, value_layout),
         new_key=Operand(key.new, key_layout),
         new_value=Operand(value.new, value_layout),
-        key_operand=key_operand,
+        key_operand=product.key,
         value_operand=value_operand,
-        output=Operand(product.outputs[0], "BHSD"),
-        mask=score_chain(end, raw_node),
-        factors=query_factors + key.factors,
+        output=output,
+        mask=score_chain(scores, raw_node),
+        factors=product.factors + key.factors,
+        kv_heads=packed_heads(key) if key_layout == "BSC" else None,
+        head_sink=sink,
     )
+
+
+def _scores(softmax: ir.Node) -> tuple[ir.Value, ir.Value | None]:
+    """What the Softmax reads, without sinks; and the sinks."""
+    end = softmax.inputs[0]
+    if end is None:
+        raise Mismatch(f"{label(softmax)} lacks its input", softmax)
+    return without_sink(end)

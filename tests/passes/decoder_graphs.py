@@ -16,16 +16,19 @@ LOWEST = float(np.finfo(np.float32).min)
 
 
 class GraphBuilder:
-    """Collects nodes and initializers; every method returns the name of a value."""
+    """Collects nodes and initializers; every method returns the name of a value.
 
-    def __init__(self, dtype=np.float32, seed: int = 0) -> None:
+    Names are numbered from `first` on, so that a subgraph can have names of its own.
+    """
+
+    def __init__(self, dtype=np.float32, seed: int = 0, first: int = 0) -> None:
         self.dtype = np.dtype(dtype)
         self.nodes: list[onnx.NodeProto] = []
         self.initializers: list[onnx.TensorProto] = []
         self.inputs: list[onnx.ValueInfoProto] = []
         self.outputs: list[onnx.ValueInfoProto] = []
         self.random = np.random.default_rng(seed)
-        self._count = 0
+        self._count = first
 
     @property
     def element(self) -> int:

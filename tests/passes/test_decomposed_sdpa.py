@@ -171,6 +171,24 @@ def test_a_reordered_batch_is_refused():
     assert "does not compute" in refused(decoder(layer=variant(reversed_batch)))
 
 
+def test_a_query_of_the_last_token_only_is_refused():
+    """As where the last layer computes the logits of one token: the op takes as many queries as keys."""
+
+    def layer(b, names, options):
+        last = b.op("Slice", names["query"], b.ints(-1), b.ints(2**31), b.ints(2), b.ints(1))
+        return sdpa(b, {**names, "query": last}, {**options, "mask": "none"})
+
+    assert "expected it to hold the new tokens" in refused(decoder(layer=layer))
+
+
+def test_a_query_made_of_the_cache_is_refused():
+    def layer(b, names, options):
+        keys = b.op("Concat", names["past_key"], names["key"], axis=2)
+        return sdpa(b, {**names, "query": b.op("Neg", keys)}, {**options, "mask": "none"})
+
+    assert "expected it to hold the new tokens" in refused(decoder(layer=layer, kv_heads=HEADS))
+
+
 def test_a_cache_that_nothing_is_appended_to_is_refused():
     def layer(b, names, options):
         names["keys"] = repeat_kv(b, names["past_key"], "expand", options["kv_heads"])
@@ -219,7 +237,7 @@ def test_two_attentions_on_one_cache_are_both_refused():
 
     report = kvfuse.rewrite(decoder(layers=2, layer=layer))
     assert [site.outcome for site in report.sites] == ["refused", "refused"]
-    assert all("is shared by 2 attentions" in site.reason for site in report.sites)
+    assert all("is read by 2 attentions" in site.reason for site in report.sites)
 
 
 def test_a_router_is_no_attention():

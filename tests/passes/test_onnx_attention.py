@@ -171,13 +171,13 @@ def test_the_shape_of_a_present_is_rewired():
 def test_contrib_attention_is_named_as_not_covered():
     def layer(b, names, options):
         y, key, value = b.op(
-            "MultiHeadAttention", *[names["x"]] * 3, "", "", "", names["past_key"], names["past_value"],
-            outputs=3,            domain="com.microsoft", num_heads=HEADS,
+            "SparseAttention", *[names["x"]] * 3, names["past_key"], names["past_value"],
+            outputs=3, domain="com.microsoft", num_heads=HEADS,
         )  # fmt: skip
         return b.op("MatMul", y, b.weight(16, HEADS * HEAD_DIM)), key, value
 
     site, _ = fuse(layer)
-    assert (site.outcome, site.reason) == ("refused", "com.microsoft MultiHeadAttention is not covered")
+    assert (site.outcome, site.reason) == ("refused", "com.microsoft SparseAttention is not covered")
 
 
 BARE = """<ir_version: 10, opset_import: ["" : 23]>

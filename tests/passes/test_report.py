@@ -63,6 +63,42 @@ def test_the_table_names_outcomes_and_reasons(report):
     assert "1 of 2 cache sites fused" in text
 
 
+def test_no_reason_is_cut_in_a_narrow_window(report):
+    console = Console(record=True, width=60, force_terminal=False)
+    report.render(console)
+    cells = [
+        line.split("\u2502")[-2].strip() for line in console.export_text().splitlines() if "\u2502" in line
+    ]
+    assert report.refused[0].reason.replace(" ", "") in "".join(cells).replace(" ", "")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"format": "int4"}, "bytes per token ("),
+        ({}, "bytes per token beyond the exact window of the newest 64 tokens ("),
+        ({"n_recent": 4096}, "bytes per token beyond the exact window of the newest 4,096 tokens ("),
+        (
+            {"format": "int4", "block": 16},
+            "bytes per token beyond the exact window of the newest 16 tokens (",
+        ),
+        (
+            {"format": "int4", "n_recent": 1},
+            "bytes per token beyond the exact window of the newest 1 token (",
+        ),
+    ],
+)
+def test_the_summary_speaks_of_the_tokens_that_are_low_bit(options, words):
+    assert words in kvfuse.inspect(decoder(), **options).summary()
+
+
+def test_the_error_of_require_all_carries_the_report():
+    with pytest.raises(kvfuse.RefusedError) as error:
+        kvfuse.rewrite(decoder(layers=2, layer=mixed), require_all=True)
+    assert [site.outcome for site in error.value.report.sites] == ["fused", "refused"]
+    assert error.value.report.model is None
+
+
 def test_no_site_says_so():
     b = onnx.parser.parse_model(
         '<ir_version: 8, opset_import: ["": 18]> g (float[N] x) => (float[N] y) {y = Relu(x)}'

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import onnx
 import pytest
-from decoder_graphs import HEAD_DIM, KV_HEADS, decoder, sdpa
+from decoder_graphs import HEAD_DIM, HEADS, KV_HEADS, decoder, sdpa
 from onnx import TensorProto, helper, numpy_helper
 
 import kvfuse
@@ -207,9 +207,10 @@ def test_the_metadata_keeps_what_unfuse_needs():
     assert kept["caches"] == [
         {
             "layer": "0", "past_key": "past.0.key", "past_value": "past.0.value",
-            "present_key": "present.0.key", "present_value": "present.0.value", "dtype": "float16",
-            "kv_num_heads": KV_HEADS, "head_dim": HEAD_DIM, "value_head_dim": HEAD_DIM,
-            "key_layout": "BHSD", "value_layout": "BHSD",
+            "present_key": "present.0.key", "present_value": "present.0.value",
+            "present_copies": {"key": [], "value": []}, "dtype": "float16", "op_dtype": "float16",
+            "num_heads": HEADS, "kv_num_heads": KV_HEADS, "head_dim": HEAD_DIM, "value_head_dim": HEAD_DIM,
+            "key_layout": "BHSD", "value_layout": "BHSD", "stacked_index": [None, None],
         }
     ]  # fmt: skip
 
