@@ -8,13 +8,12 @@ longer and never wrong.
 
 from __future__ import annotations
 
-import heapq
 from collections import defaultdict
 
 import onnx_ir as ir
 
 from kvfuse.canonical import View
-from kvfuse.text import Literal, Name, Value, label_of, reads
+from kvfuse.text import Literal, Name, Value, label_of
 
 _MAX_ROUNDS = 50
 
@@ -200,35 +199,13 @@ class Alignment:
             self.labels[value] = label
 
     def _ordered(self) -> list[ir.Node]:
-        place = {node: position for position, node in enumerate(self._a.nodes)}
-        keys: dict[ir.Node, float] = {}
+        """Partners where a has them; other nodes in front of the first that reads them."""
+        places = {node: place for place, node in enumerate(self._a.nodes)}
+        keys: dict[ir.Node, int] = {}
         for node in reversed(self._b.nodes):
             if node in self.partner:
-                keys[node] = place[self.partner[node]]
+                keys[node] = places[self.partner[node]]
             else:
                 users = [keys[user] for output in node.outputs for user in output.consumers() if user in keys]
-                keys[node] = min(users, default=float(len(place))) - 0.5
-        return _sorted(self._b, keys)
-
-
-def _sorted(view: View, keys: dict[ir.Node, float]) -> list[ir.Node]:
-    """The shown nodes by key, each after what it reads."""
-    shown = set(view.shown)
-    position = {node: place for place, node in enumerate(view.nodes)}
-    needs = {node: {value.producer() for value in reads(node)} & position.keys() for node in view.nodes}
-    users: dict[ir.Node, list[ir.Node]] = defaultdict(list)
-    for node, producers in needs.items():
-        for producer in producers:
-            users[producer].append(node)  # type: ignore[index]
-    ready = [(keys[node], position[node], node) for node in view.nodes if not needs[node]]
-    heapq.heapify(ready)
-    waiting = {node: len(producers) for node, producers in needs.items()}
-    order = []
-    while ready:
-        _, _, node = heapq.heappop(ready)
-        order.append(node)
-        for user in users[node]:
-            waiting[user] -= 1
-            if not waiting[user]:
-                heapq.heappush(ready, (keys[user], position[user], user))
-    return [node for node in order if node in shown]
+                keys[node] = min(users, default=len(places))
+        return sorted(self._b.shown, key=lambda node: (keys[node], node in self.partner, self._place[node]))

@@ -1,4 +1,4 @@
-"""One graph as `diff` sees it: canonical order, generated names, structural hashes."""
+"""One graph in canonical form: its nodes in order, names for all values, structural hashes, and its text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,19 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import onnx_ir as ir
 
-from kvfuse.text import Literal, Name, Value, literal, reads, signature, subgraphs
+from kvfuse.text import (
+    Literal,
+    Name,
+    Value,
+    label_of,
+    literal,
+    node_parts,
+    reads,
+    show,
+    signature,
+    subgraphs,
+    value_type,
+)
 
 
 class View:
@@ -19,7 +31,7 @@ class View:
         outer: Labels of the values that the enclosing graphs define.
         names: Labels of initializers that go by another name than their own.
         inside: The graph is a subgraph or a function body, whose inputs and outputs are known by position.
-        ends: What its outputs are called by who reads them; their positions when left out.
+        ends: What its outputs are called by who reads them; their positions where left out.
 
     Attributes:
         nodes: All nodes; each comes after what it reads.
@@ -35,7 +47,7 @@ class View:
         outer: Mapping[ir.Value, str] | None = None,
         names: Mapping[ir.Value, str] | None = None,
         inside: bool = False,
-        ends: Sequence[str] | None = None,
+        ends: Sequence[str] = (),
     ) -> None:
         self.graph = graph
         self._outer = dict(outer or {})
@@ -71,7 +83,7 @@ class View:
 
     def end_label(self, kind: str, place: int, value: ir.Value) -> str:
         """What an input or output of the graph is called."""
-        if kind == "output" and self._ends is not None:
+        if kind == "output" and place < len(self._ends):
             return self._ends[place]
         return Value(f"{kind}.{place + 1}") if self.inside else Name(value.name)
 
@@ -115,7 +127,9 @@ class View:
         return found
 
     def _is_inline(self, node: ir.Node) -> bool:
-        return node.op_type == "Constant" and isinstance(self.labels.get(node.outputs[0]), Literal)
+        return node.op_type == "Constant" and all(
+            isinstance(self.labels.get(output), Literal) for output in node.outputs
+        )
 
     def _label(self) -> dict[ir.Value, str]:
         labels = {
@@ -129,11 +143,11 @@ class View:
                 labels.setdefault(value, self.end_label("output", place, value))
         counts: Counter[str] = Counter()
         for node in self.nodes:
-            constant = literal(node.outputs[0]) if node.op_type == "Constant" else None
-            if constant is not None:
-                labels[node.outputs[0]] = constant
             for output in node.outputs:
-                if output not in labels:
+                constant = literal(output) if node.op_type == "Constant" else None
+                if constant is not None:
+                    labels[output] = constant
+                elif output not in labels:
                     counts[node.op_type] += 1
                     labels[output] = Value(f"{node.op_type}.{counts[node.op_type]}")
         return labels
@@ -165,3 +179,29 @@ def _value_hash(value: ir.Value, hashes: Mapping[ir.Value, str]) -> str:
 
 def _digest(parts: Iterable[str]) -> str:
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=12).hexdigest()
+
+
+def model_text(model: ir.Model) -> str:
+    """The canonical text of a model: interface, nodes with their subgraphs, and functions."""
+    lines = [
+        f"opset {domain or 'ai.onnx'} {version}" for domain, version in sorted(model.opset_imports.items())
+    ]
+    lines += _graph_lines(View(model.graph), 0)
+    for key in sorted(model.functions):
+        lines += ["", f"function {'::'.join(part for part in key if part)}"]
+        lines += _graph_lines(View(model.functions[key].graph, inside=True), 0)
+    return "\n".join(lines) + "\n"
+
+
+def _graph_lines(view: View, depth: int) -> list[str]:
+    indent = "  " * depth
+    lines = [f"input {show(view.labels[value])}: {value_type(value)}" for value in view.graph.inputs]
+    for node in view.shown:
+        made = ", ".join(value_type(output) for output in node.outputs)
+        lines.append("".join(show(part) for part in node_parts(node, view.labels)) + f"  # {made}")
+        for name, graph in subgraphs(node):
+            lines += [f"  {name}:", *_graph_lines(view.inner(graph), depth + 2)]
+    lines += [
+        f"output {show(label_of(value, view.labels))}: {value_type(value)}" for value in view.graph.outputs
+    ]
+    return [f"{indent}{line}" for line in lines]

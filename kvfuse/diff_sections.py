@@ -121,7 +121,7 @@ class Around(NamedTuple):
     """What is known of a subgraph from the graph around it: labels of values, and of its outputs."""
 
     labels: Outer
-    ends: Sequence[str] | None
+    ends: Sequence[str] = ()
 
 
 def graph_sections(
@@ -136,7 +136,7 @@ def graph_sections(
         around: What is known of each of the two from the graph around it.
     """
     weights = _Weights(first, second)
-    one, other = around or (Around({}, None), Around({}, None))
+    one, other = around or (Around({}), Around({}))
     a = View(first, one.labels, inside=bool(where), ends=one.ends)
     b = View(second, other.labels, weights.names, inside=bool(where), ends=other.ends)
     alignment = Alignment(a, b)
@@ -160,7 +160,7 @@ def _subgraph_sections(
 ) -> list[Section]:
     """The differences of what is inside two nodes, given with the labels of the values around them."""
     sections = []
-    made = show(second[1].get(second[0].outputs[0], "_"))
+    made = ", ".join(show(second[1].get(output, "_")) for output in second[0].outputs[:1])
     for (name, mine), (_, yours) in zip(subgraphs(first[0]), subgraphs(second[0]), strict=False):
         title = f" of {name} of {second[0].op_type} making {made}{where}"
         around = Around(first[1], _ends_of(*first)), Around(second[1], _ends_of(*second))
@@ -168,10 +168,10 @@ def _subgraph_sections(
     return sections
 
 
-def _ends_of(node: ir.Node, labels: Outer) -> list[str] | None:
+def _ends_of(node: ir.Node, labels: Outer) -> list[str]:
     """What the outputs of a branch are called: the outputs of its If."""
     if node.op_type != "If" or node.domain:
-        return None
+        return []
     return [labels.get(output, "_") for output in node.outputs]
 
 

@@ -199,31 +199,3 @@ def reads(node: ir.Node) -> list[ir.Value]:
             values += [operand for operand in inner.inputs if operand is not None]
         values += list(graph.outputs)
     return values
-
-
-def model_text(model: ir.Model) -> str:
-    """The canonical text of a model: interface, nodes with their subgraphs, and functions."""
-    from kvfuse.canonical import View
-
-    lines = [
-        f"opset {domain or 'ai.onnx'} {version}" for domain, version in sorted(model.opset_imports.items())
-    ]
-    lines += _graph_lines(View(model.graph), 0)
-    for key in sorted(model.functions):
-        lines += ["", f"function {'::'.join(part for part in key if part)}"]
-        lines += _graph_lines(View(model.functions[key].graph, inside=True), 0)
-    return "\n".join(lines) + "\n"
-
-
-def _graph_lines(view: Any, depth: int) -> list[str]:
-    indent = "  " * depth
-    lines = [f"input {show(view.labels[value])}: {value_type(value)}" for value in view.graph.inputs]
-    for node in view.shown:
-        made = ", ".join(value_type(output) for output in node.outputs)
-        lines.append("".join(show(part) for part in node_parts(node, view.labels)) + f"  # {made}")
-        for name, graph in subgraphs(node):
-            lines += [f"  {name}:", *_graph_lines(view.inner(graph), depth + 2)]
-    lines += [
-        f"output {show(label_of(value, view.labels))}: {value_type(value)}" for value in view.graph.outputs
-    ]
-    return [f"{indent}{line}" for line in lines]

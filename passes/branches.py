@@ -36,7 +36,7 @@ def find_choice(model: ir.Model) -> Choice | None:
     """The one If on a graph input with attention in both branches and growing caches in one, else None."""
     found = []
     for node in model.graph:
-        if not is_op(node, "If") or node.inputs[0] is None or cache_free(node.inputs[0]) is None:
+        if not is_op(node, "If") or node.inputs[0] is None or not _must_be_fed(node.inputs[0]):
             continue
         graphs = {name: node.attributes[name].as_graph() for name in _OTHER}
         if not all(any(_is_attention(inner) for inner in graph) for graph in graphs.values()):
@@ -47,9 +47,8 @@ def find_choice(model: ir.Model) -> Choice | None:
     return found[0] if len(found) == 1 else None
 
 
-def cache_free(condition: ir.Value) -> ir.Value | None:
-    """The condition when it is a graph input that the caller must feed, else None."""
-    return condition if condition.is_graph_input() and condition.const_value is None else None
+def _must_be_fed(condition: ir.Value) -> bool:
+    return condition.is_graph_input() and condition.const_value is None
 
 
 def _is_attention(node: ir.Node) -> bool:
@@ -132,7 +131,7 @@ def _join_empty(builder: Builder, graph: ir.Graph, position: int, cache: ir.Valu
     builder.after(producer)
     joined = builder.node("Concat", [cache, new], {"axis": axis})
     joined.type = new.type
-    concat = graph_node(joined)
+    concat = _maker_of(joined)
     for node, index in readers:
         node.replace_input_with(index, joined)
     for twin, order in _other_transposes(producer):
@@ -143,7 +142,7 @@ def _join_empty(builder: Builder, graph: ir.Graph, position: int, cache: ir.Valu
         joined.name, new.name = new.name, joined.name
 
 
-def graph_node(value: ir.Value) -> ir.Node:
+def _maker_of(value: ir.Value) -> ir.Node:
     """The node that makes a value; raises ValueError for an input."""
     node = value.producer()
     if node is None:

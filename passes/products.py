@@ -36,48 +36,62 @@ class ScoreProduct:
     factors: Factors
 
 
+# Axes of the result of an Einsum of query and key, and where a term with grouped heads has its sequence.
+_RESULTS = {4: "BHST", 5: "BKGST"}
+_GROUPED = {"BSKGD": True, "BKGSD": False}
+
+
 def score_product(node: ir.Node) -> ScoreProduct:
     """Reads the MatMul or Einsum of query and key."""
-    if is_op(node, "Einsum"):
-        terms, result = _equation(node, 4)
-        position = 0 if result[3] in terms[1] else 1
-        letters = {result[0]: "B", result[1]: "H", result[2]: "S"}
-        layout = _layout(node, terms[position], letters)
-        operand, key = node.inputs[position], node.inputs[1 - position]
-        if operand is None or key is None:
-            raise Mismatch(f"{label(node)} lacks an input", node)
-        value, factors = strip_scalars(operand)
-        return ScoreProduct(Operand(value, layout), key, factors)
-    operand, key = both_operands(node)
-    query, factors = _unfolded(operand)
-    return ScoreProduct(query, key, factors)
+    if not is_op(node, "Einsum"):
+        operand, key = both_operands(node)
+        query, factors = _unfolded(operand)
+        return ScoreProduct(query, key, factors)
+    terms, result = _equation(node)
+    operands = both_operands(node)
+    position = 0 if result[-1] in terms[1] else 1
+    letters = dict(zip(result, _RESULTS[len(result)], strict=True))
+    del letters[result[-1]]
+    layout = _layout(node, terms[position], letters)
+    if layout in _GROUPED:
+        query, factors = _unfolded(operands[position], _GROUPED[layout], 5)
+    else:
+        value, factors = strip_scalars(operands[position])
+        query = Operand(value, layout)
+    return ScoreProduct(query, operands[1 - position], factors)
 
 
 def value_operand_and_output(node: ir.Node, probabilities: ir.Value) -> tuple[ir.Value, Operand]:
     """The value as the product reads it, and the output where it has its plain form."""
-    if is_op(node, "Einsum"):
-        terms, result = _equation(node, 4)
-        position = 0 if node.inputs[0] is probabilities else 1
-        letters = dict(zip(terms[position], "BHST", strict=True))
-        value = node.inputs[1 - position]
-        if value is None:
-            raise Mismatch(f"{label(node)} lacks an input", node)
-        del letters[terms[position][3]]
-        layout = _layout(node, result, letters)
-        if layout not in ("BHSD", "BSHD"):
-            raise Mismatch(f"{label(node)} gives axes {layout}; expected BHSD or BSHD", node)
-        return value, Operand(node.outputs[0], layout)
-    return both_operands(node)[1], _output(node.outputs[0])
+    operands = both_operands(node)
+    if not is_op(node, "Einsum"):
+        return operands[1], _output(node.outputs[0])
+    terms, result = _equation(node)
+    position = 0 if operands[0] is probabilities else 1
+    if len(terms[position]) != len(result):
+        raise Mismatch(f"{label(node)} gives {len(result)} axes from {len(terms[position])}", node)
+    letters = dict(zip(terms[position], _RESULTS[len(result)], strict=True))
+    del letters[terms[position][-1]]
+    layout = _layout(node, result, letters)
+    if layout in _GROUPED:
+        return operands[1 - position], _output(node.outputs[0], _GROUPED[layout], 5)
+    if layout not in ("BHSD", "BSHD"):
+        raise Mismatch(f"{label(node)} gives axes {layout}; expected BHSD or BSHD", node)
+    return operands[1 - position], Operand(node.outputs[0], layout)
 
 
-def _equation(node: ir.Node, rank: int) -> tuple[list[str], str]:
+def _equation(node: ir.Node) -> tuple[list[str], str]:
     """The letters of both operands and of the result."""
     text = node.attributes["equation"].as_string().replace(" ", "")
     operands, _, result = text.partition("->")
     terms = operands.split(",")
-    if len(terms) != 2 or any(len(term) != rank or len(set(term)) != rank for term in (*terms, result)):
+    ranks = sorted(len(term) for term in terms)
+    plain = all(term.isalpha() and len(set(term)) == len(term) for term in (*terms, result))
+    if not plain or (ranks, len(result)) not in (([4, 4], 4), ([4, 5], 5)):
         raise Mismatch(
-            f"{label(node)} computes '{text}'; expected two operands and a result of {rank} axes", node
+            f"{label(node)} computes '{text}'; expected two operands and a result of four axes, or of five "
+            "with the heads in groups",
+            node,
         )
     return terms, result
 
@@ -85,17 +99,24 @@ def _equation(node: ir.Node, rank: int) -> tuple[list[str], str]:
 def _layout(node: ir.Node, term: str, letters: dict[str, str]) -> str:
     """A term's letters as a layout; the letter that is not in `letters` is D."""
     layout = "".join(letters.get(letter, "D") for letter in term)
-    if layout not in LAYOUTS:
+    if layout not in LAYOUTS and layout not in _GROUPED:
         raise Mismatch(f"{label(node)} has an operand of axes {layout}, which no layout of the op is", node)
     return layout
 
 
-def _unfolded(operand: ir.Value) -> tuple[Operand, Factors]:
-    """The query before its heads were folded into the batch or split into groups, and its scalars."""
+def _unfolded(
+    operand: ir.Value, sequence_first: bool = False, rank: int | None = None
+) -> tuple[Operand, Factors]:
+    """The query before its heads were folded into the batch or split into groups, and its scalars.
+
+    Args:
+        operand: The query as the product reads it.
+        sequence_first: Its sequence axis comes before its heads.
+        rank: Its number of axes, where known.
+    """
     value, factors = strip_scalars(operand)
-    sequence_first = False
+    rank = rank or rank_of(value) or 4
     for _ in range(_MAX_STEPS):
-        rank = rank_of(value) or 4
         if rank == 4:
             return Operand(value, "BSHD" if sequence_first else "BHSD"), factors
         node = value.producer()
@@ -109,29 +130,28 @@ def _unfolded(operand: ir.Value) -> tuple[Operand, Factors]:
             break
         value, more = strip_scalars(inner)
         factors = (*factors, *more)
+        rank = rank_of(value) or 4
     raise Mismatch(
         f"the query {label(operand)} has {rank_of(operand)} axes and cannot be followed to one of 4", operand
     )
 
 
-def _output(value: ir.Value) -> Operand:
-    """The output after its heads were taken out of the batch or out of groups."""
-    sequence_first = False
+def _output(value: ir.Value, sequence_first: bool = False, rank: int | None = None) -> Operand:
+    """The output after its heads were taken out of the batch or out of groups; see _unfolded."""
+    rank = rank or rank_of(value) or 4
     for _ in range(_MAX_STEPS):
-        rank = rank_of(value) or 4
         if rank == 4:
             return Operand(value, "BSHD" if sequence_first else "BHSD")
         if rank == 3 and sequence_first:
             return Operand(value, "BSC")
         users = list(dict.fromkeys(value.consumers()))
-        if (
-            len(users) != 1
-            or value.is_graph_output()
-            or not is_op(users[0], "Reshape", "Transpose", "Squeeze")
-        ):
+        if len(users) != 1 or value.is_graph_output():
+            break
+        if not is_op(users[0], "Reshape", "Transpose", "Squeeze"):
             break
         sequence_first = sequence_first != is_op(users[0], "Transpose")
         value = users[0].outputs[0]
+        rank = rank_of(value) or 4
     raise Mismatch(f"the output {label(value)} is not brought into a form of 4 axes", value)
 
 

@@ -147,12 +147,9 @@ class Trial:
         proposal, probe = self.proposal, self.probe(5, 3)
         if proposal.preamble is not None:
             return
-        inputs = self.space.arrays(probe, self.roles, data=False)
-        shapes = self._evaluator.shapes((probe, frozenset(self.roles.items())), inputs)
         for operand in (proposal.query, proposal.new_key, proposal.new_value):
-            try:
-                shape = shapes.shape(operand.value)
-            except Mismatch:
+            shape = self._shape_in_graph(operand.value)
+            if shape is None:
                 continue  # the op looks again at every run
             found = shape[operand.batch_axis], shape[operand.sequence_axis]
             if found != (probe.batch, probe.sequence):
@@ -161,6 +158,15 @@ class Trial:
                     f"new tokens after {probe.past} cached ones; expected it to hold the new tokens",
                     proposal.anchor,
                 )
+
+    def _shape_in_graph(self, value: ir.Value) -> tuple[int, ...] | None:
+        """The shape of a value on the probe (5, 3), from the graph's inputs by rules alone; None without."""
+        probe = self.probe(5, 3)
+        inputs = self.space.arrays(probe, self.roles, data=False)
+        try:
+            return self._evaluator.shapes((probe, frozenset(self.roles.items())), inputs).shape(value)
+        except Mismatch:
+            return None
 
     def _require_all_tokens(self) -> None:
         """Raises Mismatch when the attention reads a part of the cache only, such as the newest tokens."""
@@ -252,6 +258,9 @@ class Trial:
         told = declared[axis] if declared is not None and len(declared) == len(layout) else None
         if isinstance(told, int):
             return self._heads_in(told)
+        known = self._shape_in_graph(proposal.query.value) if proposal.preamble is None else None
+        if known is not None and len(known) == len(layout):
+            return self._heads_in(known[axis])
         self.heads = self.kv_heads
         probe = self.probe(5, 3)
         evaluation = self.evaluation(probe, data=False)

@@ -1,7 +1,8 @@
 """kvfuse::QuantizedKvSdpa -> Concat(past, new) and attention in plain ONNX ops: the rewriting, undone.
 
 The graph gets back the inputs and outputs that it had, by name, type and order; inside, attention is spelled
-one way, whatever the original's spelling was. What the caches were is read from the model's metadata.
+one way, whatever the original's spelling was. What the caches were is read from the model's metadata. The
+past length of a run is the length of the cache inputs, for all rows of a batch.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def unfuse(model: ir.Model) -> Record:
         for node in attentions:
             restorer.restore(node)
         restorer.finish(begin)
-    except (KeyError, ValueError, AttributeError) as error:
+    except (KeyError, IndexError, ValueError, TypeError, AttributeError) as error:
         raise ModelError(f"[unfuse] expected metadata that fits the ops; found: {error!r}") from error
     del model.metadata_props[DOMAIN]
     if not any(node.domain == DOMAIN for node in model.graph.all_nodes()):

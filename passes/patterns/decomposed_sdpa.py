@@ -40,16 +40,16 @@ def propose(softmax: ir.Node) -> Proposal:
         Mismatch: It is none that this pattern covers; the sentence says why.
     """
     path = follow(softmax)
-    scores, sink = _scores(softmax)
-    raw_node = raw_scores(scores, set())
-    if raw_node is None:
-        raise Mismatch(f"{label(softmax)} does not follow a MatMul of query and key", softmax)
     if path.product is None:
         users = ", ".join(label(user) for user in dict.fromkeys(path.operand.consumers()))
         raise Mismatch(
             f"the attention probabilities go to {users or 'nothing'}; expected a MatMul with the value",
             softmax,
         )
+    scores, sink = _scores(softmax)
+    raw_node = raw_scores(scores, set())
+    if raw_node is None:
+        raise Mismatch(f"{label(softmax)} does not follow a MatMul of query and key", softmax)
     require_private(softmax, path)
     if (sink is None) != (path.sliced is None):
         raise Mismatch(

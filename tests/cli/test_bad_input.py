@@ -173,7 +173,11 @@ def test_no_site_is_reported_and_fails_only_on_demand(run, siteless, tmp_path):
     assert result.json["sites"] == []
     strict = run("rewrite", siteless, "-o", tmp_path / "strict.onnx", "--require-all")
     assert strict.code == 1
-    assert "site" in strict.sentence
+    assert strict.out == "no attention with a growing KV cache found\n"
+    assert strict.err == (
+        f"kvfuse: [{siteless}] expected every cache site to be fused; found: "
+        "no attention with a growing KV cache found\n"
+    )
     assert not (tmp_path / "strict.onnx").exists()
 
 
@@ -183,10 +187,14 @@ def test_a_refused_site_fails_only_on_demand(run, mixed, tmp_path):
     assert sorted(site["outcome"] for site in result.json["sites"]) == ["fused", "refused"]
     strict = run("rewrite", mixed, "-o", tmp_path / "strict.onnx", "--require-all", "--json")
     assert strict.code == 1
-    assert (
-        "expected every cache site to be fused; found: cache data of past_key_values.1.key" in strict.sentence
-    )
+    assert "expected every cache site to be fused; found: cache data of past_key_values.1.key" in strict.err
+    assert strict.err.count("\n") == 1
+    assert [site["outcome"] for site in strict.json["sites"]] == ["fused", "refused"]
+    assert strict.json["destination"] is None
     assert not (tmp_path / "strict.onnx").exists()
+    table = run("rewrite", mixed, "--dry-run", "--require-all")
+    assert (table.code, table.err.count("\n")) == (1, 1)
+    assert "1 of 2 cache sites fused" in table.out
 
 
 @pytest.mark.parametrize(

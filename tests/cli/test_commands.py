@@ -7,7 +7,7 @@ import pytest
 import kvfuse
 from kvfuse.formats import PRESETS
 
-COMMANDS = ("rewrite", "inspect", "verify", "generate", "doctor")
+COMMANDS = ("rewrite", "unfuse", "inspect", "diff", "verify", "generate", "doctor")
 
 
 def test_the_installed_command_answers():

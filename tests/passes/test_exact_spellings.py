@@ -158,3 +158,68 @@ def test_cache_layouts_where_batch_new_tokens_and_heads_are_equally_many(layout,
     del model.graph.node[:]
     model.graph.node.extend(nodes)
     assert_same(model, tmp_path, sites=1, batch=HEADS, schedules=((HEADS, HEADS, 1), (1,) * 6))
+
+
+def holes(start, stop):
+    """int64 [2, T]: the first row padded on the left, the second with holes, its newest token too."""
+    real = np.ones((2, 9), np.int64)
+    real[0, :3] = 0
+    real[1, [1, 4, 8]] = 0
+    return real[:, :stop]
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("mask_form", ["add", "where"])
+def test_padding_with_holes_and_rows_that_see_nothing(mask_form, window, tmp_path):
+    mask = "causal+padding" if window is None else "window+padding"
+    model = decoder(mask=mask, window=window or 3, mask_form=mask_form, guard=True, layers=2)
+    report = assert_same(model, tmp_path, sites=2, values={"attention_mask": holes})
+    assert report.fused[0].mask["padding_input"] == "attention_mask"
+
+
+def refusal(model):
+    before = model.SerializeToString(deterministic=True)
+    report = kvfuse.rewrite(model)
+    assert report.fused == ()
+    assert report.model.SerializeToString(deterministic=True) == before
+    return " / ".join(site.reason for site in (*report.sites, *report.seen))
+
+
+def test_one_tensor_of_keys_and_values_is_refused():
+    """StarCoder: keys and values side by side in one cache, split after the Concat."""
+
+    def layer(b, names, options):
+        past = b.input("past.9.both", ["batch", "past", HEADS * 2 * HEAD_DIM])
+        both = b.op("Concat", names["key"], names["value"], axis=3)
+        flat = b.op("Reshape", b.op("Transpose", both, perm=[0, 2, 1, 3]), b.ints(0, 0, -1))
+        present = b.op("Concat", past, flat, axis=1)
+        b.output(present, "present.9.both", ["batch", "all", HEADS * 2 * HEAD_DIM])
+        split = b.op("Transpose", b.op("Reshape", present, b.ints(0, 0, HEADS, -1)), perm=[0, 2, 1, 3])
+        names["keys"], names["values"] = b.op("Split", split, outputs=2, axis=3, num_outputs=2)
+        weights = b.op("Softmax", scores(b, names, {**options, "mask": "none"}), axis=-1)
+        return (
+            merge_heads(b, b.op("MatMul", weights, names["values"])),
+            names["past_key"],
+            names["past_value"],
+        )
+
+    assert "does not come from a Concat with a cache input but from Split" in refusal(
+        decoder(kv_heads=HEADS, layer=layer)
+    )
+
+
+def test_scores_of_cached_and_new_keys_apart_are_refused():
+    """Gemma: Softmax over Concat(Q K_cache, Q K_new), then one product for each part."""
+
+    def layer(b, names, options):
+        both = []
+        for key in (names["past_key"], names["key"]):
+            both.append(b.op("MatMul", names["query"], b.op("Transpose", key, perm=[0, 1, 3, 2])))
+        weights = b.op("Softmax", b.op("Concat", *both, axis=-1), axis=-1)
+        lengths = b.op("Concat", *(b.vector(b.dim(names[n], 2)) for n in ("past_value", "value")), axis=0)
+        old, new = b.op("Split", weights, lengths, outputs=2, axis=3)
+        y = b.op("Add", b.op("MatMul", old, names["past_value"]), b.op("MatMul", new, names["value"]))
+        present = [b.op("Concat", names[f"past_{side}"], names[side], axis=2) for side in ("key", "value")]
+        return merge_heads(b, y), *present
+
+    assert "go to Split" in refusal(decoder(kv_heads=HEADS, layer=layer))

@@ -17,13 +17,14 @@ from merged_graphs import merged
 from test_functions import core_decoder
 from test_merged_decoder import conversation
 from test_mutations import mutate
-from test_products import einsum, folded, grouped, with_sink
+from test_products import einsum, folded, grouped, grouped_einsum, with_sink
 
 import kvfuse
 
 TRIES = int(os.environ.get("KVFUSE_FUZZ", "1"))
 FORMS = {
     "einsum": lambda rng: einsum(query=rng.choice(["bhqd", "bqhd"])),
+    "einsum in groups": lambda rng: grouped_einsum(),
     "folded": lambda rng: decoder(layer=folded, kv_heads=HEADS, mask_form=rng.choice(["plain", "bias"])),
     "grouped": lambda rng: grouped(biased=rng.choice([False, True])),
     "sink": lambda rng: with_sink(np.array([-1.0, 0.5, 2.0, 3.0]), stable=rng.choice([False, True])),

@@ -74,6 +74,42 @@ def test_einsums_that_are_almost_right(options, words):
     assert words in reason(einsum(**options))
 
 
+def grouped_einsum(scores="bqkgd,bskd->bkgqs", product="bkgqs,bskd->bqkgd", heads_first=False):
+    """Query heads in groups by Einsum, caches [B, T, K, D]."""
+
+    def layer(b, names, options):
+        present = [b.op("Transpose", each, perm=[0, 2, 1, 3]) for each in joined(b, names)]
+        perm = [0, 1, 2, 3] if heads_first else [0, 2, 1, 3]
+        shape = b.ints(0, 2, 2, -1, HEAD_DIM) if heads_first else b.ints(0, 0, 2, 2, HEAD_DIM)
+        query = b.op("Reshape", b.op("Transpose", names["query"], perm=perm), shape)
+        raw = b.op("Einsum", b.op("Mul", query, b.const(0.3)), present[0], equation=scores)
+        weights = b.op("Softmax", b.op("Add", raw, causal(b, names)), axis=-1)
+        y = b.op("Einsum", weights, present[1], equation=product)
+        y = b.op("Reshape", y, b.ints(0, 0, HEADS * HEAD_DIM))
+        return y, names["present_key"], names["present_value"]
+
+    return decoder(layer=layer)
+
+
+def test_einsums_over_groups_of_heads(tmp_path):
+    report = assert_same(grouped_einsum(), tmp_path, sites=1)
+    assert (report.fused[0].details["num_heads"], report.fused[0].details["kv_num_heads"]) == (4, 2)
+    assert report.fused[0].details["scale"] == pytest.approx(0.3)
+    assert_same(grouped_einsum(scores="bkgqd,bskd->bkgqs", heads_first=True), tmp_path, sites=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"scores": "bqgkd,bskd->bkgqs"}, "axes BSGKD"),
+        ({"product": "bkgqs,bskd->bqgkd"}, "axes BSGKD"),
+        ({"scores": "bqkgd,bskd->bgkqs", "product": "bgkqs,bskd->bqgkd"}, "axes BSGKD"),
+    ],
+)
+def test_groups_of_heads_the_wrong_way_round_are_refused(options, words):
+    assert words in reason(grouped_einsum(**options))
+
+
 def folded(b, names, options):
     """Heads folded into the batch around both products, as torch.bmm and torch.baddbmm want them."""
     present = joined(b, names)

@@ -24,6 +24,7 @@ SURFACE = {
     "reorder",
     "rewrite",
     "set_memory_limit",
+    "unfuse",
 }
 
 
