@@ -100,6 +100,26 @@ def doctor(as_json: AsJson = False) -> None:
         raise typer.Exit(FAILED)
 
 
+state = typer.Typer(no_args_is_help=True, help="Look at saved sequences.", epilog=EPILOG)
+app.add_typer(state, name="state")
+
+
+@state.callback()
+def _state() -> None:
+    pass  # keeps `show` a command of its own
+
+
+@state.command("show", epilog=EPILOG)
+def state_show(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="What KvSequence.save wrote.")],
+    as_json: AsJson = False,
+) -> None:
+    """Check a saved sequence and show what is inside."""
+    from kvfuse.state import read_state
+
+    show(read_state(file), as_json)
+
+
 def _parse_ids(text: str) -> list[int]:
     try:
         return [int(word) for word in text.replace(",", " ").split()]
