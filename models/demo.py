@@ -22,7 +22,7 @@ import kvfuse
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT = "The capital of France is"
 NEW_TOKENS = 24
-CONTEXTS = (64, 1024)  # where decode speed is measured
+CONTEXTS = (64, 2048)  # where decode speed is measured
 SPEED_STEPS = 16
 RESIDENT = (1024, 4096, 8192)  # where the cache's memory is measured
 PRESETS = {"default": "kvfuse default", "int4": "kvfuse int4 per token"}
