@@ -13,7 +13,7 @@ from .inline_functions import rename
 from .legality import aliases
 from .probabilities import operands_of
 from .site import AttentionSite, Operand
-from .values import dtype_of, is_op
+from .values import is_op
 from .walk import cache_input
 
 _OTHER = {"then_branch": "else_branch", "else_branch": "then_branch"}
@@ -110,6 +110,8 @@ def join_empty_caches(past: ir.Graph, fresh: ir.Graph, sites: Iterable[Attention
     order = list(past.outputs)
     builder = Builder(fresh)
     for site in sites:
+        if site.stacked:
+            continue  # no exporter merges those; the site finds no twin and stays
         for cache, present, layout in zip(
             site.caches, (site.present_key, site.present_value), site.cache_layout, strict=True
         ):
@@ -124,7 +126,7 @@ def _join_empty(builder: Builder, graph: ir.Graph, position: int, cache: ir.Valu
     while is_op(new.producer(), "Identity"):
         new = new.producer().inputs[0]  # type: ignore[union-attr, assignment]
     producer = new.producer()
-    if producer is None or dtype_of(new) != cache.dtype:
+    if producer is None or (new.dtype is not None and new.dtype != cache.dtype):
         return  # no twin is found for the site then
     # Its shape stays the shape of the new tokens: with nothing cached that is the same.
     readers = [(use.node, use.idx) for use in new.uses() if not is_op(use.node, "Shape")]

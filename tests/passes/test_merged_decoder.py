@@ -201,3 +201,16 @@ def test_a_cache_that_both_branches_append_to_is_no_merged_decoder():
     choice = next(node for node in model.graph.node if node.op_type == "If")
     choice.attribute[1].g.CopyFrom(choice.attribute[0].g)
     assert all("inside a subgraph of a control-flow node" in reason for reason in refused(model))
+
+
+@pytest.mark.parametrize("broken", ["no else_branch", "outputs", "no branches"])
+def test_a_broken_if_ends_in_a_report(broken):
+    model = merged()
+    choice = next(node for node in model.graph.node if node.op_type == "If")
+    if broken == "no branches":
+        del choice.attribute[:]
+    elif broken == "outputs":
+        del choice.attribute[0].g.output[0]
+    else:
+        del choice.attribute[next(i for i, a in enumerate(choice.attribute) if a.name == "else_branch")]
+    assert kvfuse.rewrite(model).fused == ()
