@@ -109,7 +109,8 @@ class SequenceView:
             max_bytes: bytes of pages over all layers; None for no limit.
         """
         with _sequence_errors():
-            self._native.set_sequence_limits(self._id, _limit(max_tokens), _limit(max_bytes))
+            limits = _limit("max_tokens", max_tokens), _limit("max_bytes", max_bytes)
+            self._native.set_sequence_limits(self._id, *limits)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(id={self._id})"
@@ -210,9 +211,7 @@ def set_memory_limit(max_bytes: int | None) -> None:
 
     A run that would pass it raises SequenceError, and its sequences are as before.
     """
-    if max_bytes is not None and max_bytes < 0:
-        raise SequenceError(f"[memory] expected a limit of 0 bytes or more, or None; found {max_bytes}")
-    native().set_process_limit(_limit(max_bytes))
+    native().set_process_limit(_limit("max_bytes", max_bytes))
 
 
 def memory_in_use() -> int:
@@ -220,5 +219,8 @@ def memory_in_use() -> int:
     return int(native().process_nbytes())
 
 
-def _limit(value: int | None) -> int:
+def _limit(name: str, value: int | None) -> int:
+    """The library's number for a limit: -1 for none."""
+    if value is not None and value < 0:
+        raise SequenceError(f"[{name}] expected a limit of 0 or more, or None; found {value}")
     return -1 if value is None else value

@@ -37,6 +37,9 @@ void Flush(const std::string& path) {
 }  // namespace
 
 std::string ReadFile(const std::string& path) {
+  std::error_code ignored;
+  if (std::filesystem::is_directory(std::filesystem::u8path(path), ignored))
+    throw FileError("[" + path + "] expected a readable file; found: a folder");
   std::ifstream in(std::filesystem::u8path(path), std::ios::binary | std::ios::ate);
   if (!in) FailFile(path, "a readable file");
   const std::streamoff size = in.tellg();

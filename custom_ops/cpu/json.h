@@ -99,13 +99,31 @@ class JsonCursor {
       if (value > 15) Fail("[state] expected four hexadecimal digits after '\\u'; found another character");
       code = code * 16 + value;
     }
-    if (code >= 0x80) Fail("[state] expected an escape below \\u0080; found another");
+    if (code == 0 || code >= 0x80) Fail("[state] expected an escape from \\u0001 to \\u007f; found another");
     return std::string(1, static_cast<char>(code));
   }
 
   std::string_view text_;
   size_t at_ = 0;
 };
+
+// Well-formed UTF-8, by the table of RFC 3629: what a caller in any language can print.
+inline bool IsUtf8(std::string_view text) {
+  for (size_t i = 0; i < text.size();) {
+    const auto byte = [&](size_t k) { return k < text.size() ? static_cast<unsigned char>(text[k]) : 0; };
+    const unsigned char first = byte(i);
+    const size_t length = first < 0x80 ? 1 : first >= 0xc2 && first < 0xe0 ? 2 : first >= 0xe0 && first < 0xf0 ? 3 : 4;
+    if (length == 4 && (first < 0xf0 || first > 0xf4)) return false;
+    for (size_t k = i + 1; k < i + length; ++k)
+      if ((byte(k) & 0xc0) != 0x80) return false;
+    const unsigned char second = byte(i + 1);
+    if ((first == 0xe0 && second < 0xa0) || (first == 0xed && second > 0x9f) || (first == 0xf0 && second < 0x90) ||
+        (first == 0xf4 && second > 0x8f))
+      return false;
+    i += length;
+  }
+  return true;
+}
 
 inline std::string JsonString(const std::string& text) {
   static const char kHex[] = "0123456789abcdef";

@@ -90,6 +90,7 @@ SafetensorsReader::SafetensorsReader(std::string_view bytes) {
     Fail("[state] expected a header of at most ", bytes.size() - 8, " bytes; found ", header_size);
   const std::string_view header = bytes.substr(8, header_size), data = bytes.substr(8 + header_size);
 
+  if (!IsUtf8(header)) Fail("[state] expected a header in UTF-8; found other bytes");
   JsonCursor json(header);
   size_t checksum_end = 0;
   std::vector<std::pair<int64_t, int64_t>> ranges;

@@ -12,6 +12,7 @@
 #include "kvfuse/kvfuse.h"
 #include "kvfuse/sequence.h"
 #include "mutate.h"
+#include "run.h"
 
 namespace {
 
@@ -71,44 +72,21 @@ void ReadRows(const LayerCache& cache) {
         cache.ReadRow(key, head, j, row.data());
 }
 
-// One run of the bound model with `count` tokens, as ort/sdpa_op.cc does it.
-void Run(int64_t handle, int64_t count) {
+// A run of the bound model, unless its rows are so large that the input's bytes do not pay for them.
+void RunIfSmall(int64_t handle, int64_t count) {
   const auto sequence = kvfuse::SequenceTable::Global().Find(handle);
   const kvfuse::SafetensorsReader in(fuzz::View(fuzz::Current()));
-  std::vector<std::string> names;
-  for (int64_t i = 0; i < in.Number("layers"); ++i) names.push_back(in.Metadata(std::to_string(i) + ".layer"));
-  const auto [past, run] = sequence->Begin(in.Metadata("fingerprint"), names, -1);
-  for (const std::string& name : names) {
-    kvfuse::CacheFormat format;
-    sequence->ReadLayer(name, [&](const LayerCache& cache) { format = cache.format(); });
+  std::vector<fuzz::Layer> layers;
+  for (int64_t i = 0; i < in.Number("layers"); ++i) {
+    layers.push_back({in.Metadata(std::to_string(i) + ".layer"), {}});
+    kvfuse::CacheFormat& format = layers.back().format;
+    sequence->ReadLayer(layers.back().name, [&](const LayerCache& cache) { format = cache.format(); });
     const int64_t channels = int64_t{format.kv_num_heads} * (format.key.dim + format.value.dim);
     if (channels > kMostChannels || format.block > 4096 || format.n_sink > 4096) return;
-    sequence->CheckLayer(run, name, format, past + count, count);
-    const auto cache = sequence->StartLayer(run, name, format);
-    {
-      std::lock_guard<std::mutex> lock(cache->mutex);
-      const std::vector<float> rows(channels * count, 0.5f);
-      const kvfuse::Rows key{rows.data(), count * format.key.dim, format.key.dim};
-      const kvfuse::Rows value{rows.data(), count * format.value.dim, format.value.dim};
-      cache->Prepare(past, count, key, value);
-      for (int head = 0; head < format.kv_num_heads; ++head) cache->EncodeHead(head);
-      std::vector<float> output(int64_t{format.kv_num_heads} * count * format.value.dim);
-      kvfuse::AttendArgs args;
-      args.cache = cache->View();
-      args.query = key;
-      args.output = output.data();
-      args.output_head_stride = count * format.value.dim;
-      args.output_token_stride = format.value.dim;
-      args.num_heads = format.kv_num_heads;
-      args.causal = true;
-      args.query_end = count;
-      for (args.kv_head = 0; past < 4096 && args.kv_head < format.kv_num_heads; ++args.kv_head)
-        kvfuse::Kernels().attend(args);
-      cache->Commit();
-    }
-    sequence->FinishLayer(run);
   }
-  if (!names.empty()) Require(Length(handle) == past + count, "a run on an accepted state appends its tokens");
+  const int64_t past = Length(handle);
+  fuzz::Run(*sequence, in.Metadata("fingerprint"), layers, -1, count, 0.5f);
+  if (!layers.empty()) Require(Length(handle) == past + count, "a run on an accepted state appends its tokens");
 }
 
 void Use(int64_t handle) {
@@ -124,8 +102,8 @@ void Use(int64_t handle) {
   for (int64_t i = 0; i < in.Number("layers"); ++i)
     kvfuse::SequenceTable::Global().Find(handle)->ReadLayer(in.Metadata(std::to_string(i) + ".layer"), ReadRows);
   if (length < (int64_t{1} << 39)) {
-    Run(handle, 1);
-    Run(handle, 70);
+    RunIfSmall(handle, 1);
+    RunIfSmall(handle, 70);
   }
   Require(Freeze(fork) == frozen, "a fork does not see what comes after it");
   // Rollbacks may be refused (a sliding window has freed the tokens), and all end in something that freezes.
