@@ -1,6 +1,7 @@
 // A sequence as bytes, independent of kernel and machine, and back.
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 
 #include "file.h"
 #include "kvfuse/error.h"
@@ -219,6 +220,9 @@ void Sequence::Unfreeze(std::string_view bytes) {
   const int64_t length = in.Number("length"), count = in.Number("layers");
   if ((length == 0) != (count == 0))
     Fail("[state] expected layers exactly when there are tokens; found ", count, " layers and length ", length);
+  // Besides the fields of WriteLayer: the layer's key and its three extents, and what the file says of itself.
+  constexpr size_t kLayerTensors = 8, kLayerFields = std::size(kFields) + 4, kFileFields = 6;
+  size_t tensors = 0;
   std::vector<std::string> names;
   std::map<std::string, std::shared_ptr<LayerCache>> layers;
   for (int64_t i = 0; i < count; ++i) {
@@ -227,7 +231,11 @@ void Sequence::Unfreeze(std::string_view bytes) {
     if (!layers.emplace(name, std::make_shared<LayerCache>(ParseLayer(in, prefix, length))).second)
       Fail("[state] expected each layer once; found '", name, "' twice");
     names.push_back(name);
+    tensors += layers.at(name)->format().centered() ? kLayerTensors + 1 : kLayerTensors;
   }
+  if (in.tensor_count() != tensors || in.metadata().size() != kFileFields + count * kLayerFields)
+    Fail("[state] expected ", tensors, " tensors and ", kFileFields + count * kLayerFields, " fields for ", count,
+         " layers; found ", in.tensor_count(), " and ", in.metadata().size());
   std::lock_guard<std::mutex> lock(mutex_);
   fingerprint_ = in.Metadata("fingerprint");
   layer_names_ = std::move(names);
