@@ -1,13 +1,14 @@
 # make demo    build everything, rewrite a real model, run it beside the original, print the table
 # make test    build everything, lint, type-check, run all tests
 # make check   the part of `make test` that runs no tests;  make fix  applies what can be applied
+# make sanitize  the library under ASan, UBSan and TSan;  make fuzz  a million hostile states (needs clang)
 VENV ?= .venv
 PYTHON ?= python3
 BIN = $(VENV)/bin
 MINIMUM_ORT = 1.24.4
 export PYTHON_IN_VENV = $(abspath $(BIN))/python
 
-.PHONY: setup demo test test-minimum check fix clean
+.PHONY: setup demo test test-minimum check fix sanitize fuzz clean
 
 # One stamp per input of the build: sources are only compiled again when one changed.
 NATIVE = $(shell find custom_ops -type f) pyproject.toml
@@ -50,6 +51,13 @@ fix: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $$(find custom_ops -name '*.cc' -o -name '*.h')
+
+sanitize: setup
+	PYTHON=$(PYTHON_IN_VENV) tools/sanitize.sh address
+	PYTHON=$(PYTHON_IN_VENV) tools/sanitize.sh thread
+
+fuzz: setup
+	PYTHON=$(PYTHON_IN_VENV) tools/fuzz_unfreeze.sh
 
 clean:
 	rm -rf build $(VENV)
