@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "json.h"
 #include "kvfuse/error.h"
 #include "kvfuse/kvfuse.h"
 #include "kvfuse/sequence.h"
@@ -41,7 +42,9 @@ int64_t Unfreeze(const void* data, size_t size) {
   KvfuseStatus* status = kvfuse_sequence_unfreeze(data, size, &handle);
   if (status == nullptr) return handle;
   Require(kvfuse_status_code(status) == KVFUSE_INVALID, "a refusal is about the bytes");
-  Require(std::strncmp(kvfuse_status_message(status), "[", 1) == 0, "a refusal is a sentence");
+  const std::string sentence = kvfuse_status_message(status);
+  Require(sentence.rfind('[', 0) == 0 && sentence.find("; found") != std::string::npos, "a refusal is a sentence");
+  Require(kvfuse::IsUtf8(sentence), "a refusal can be printed");
   kvfuse_status_release(status);
   Require(handle == 0 && kvfuse_live_sequences() == live, "a refused state leaves no sequence");
   Require(kvfuse_process_nbytes() == used, "a refused state leaves no pages");

@@ -1,0 +1,92 @@
+#!/usr/bin/env bash
+# Builds the library under sanitizers, beside the installed one, and runs the tests with it:
+#   tools/sanitize.sh address [pytest arguments]   ASan and UBSan; over all that touches the library
+#   tools/sanitize.sh thread  [pytest arguments]   TSan; over what runs threads
+# The first finding ends the run with an error.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+kind=${1:?[sanitize] expected address or thread; found nothing}
+shift
+python=$(realpath -s "${PYTHON:-.venv/bin/python}")
+cxx=${CXX:-g++}
+build=$PWD/build/sanitize/$kind
+site=$build/site
+
+case $kind in
+  address)
+    flags='-fsanitize=address,undefined -fno-sanitize-recover=undefined'
+    runtimes='libasan.so libubsan.so'
+    tests='tests/kernels tests/ops tests/sequences tests/native tests/runtime'
+    ;;
+  thread)
+    flags='-fsanitize=thread'
+    runtimes='libtsan.so'
+    tests='tests/sequences/test_concurrency.py tests/ops/test_faults.py'
+    ;;
+  *)
+    echo "[sanitize] expected address or thread; found $kind" >&2
+    exit 1
+    ;;
+esac
+
+export PATH="$(dirname "$python"):$PATH"
+version=$("$python" -c 'from importlib.metadata import version; print(version("kvfuse"))')
+cmake -S custom_ops -B "$build" -G Ninja \
+  -DCMAKE_CXX_COMPILER="$cxx" -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS="-O1 -g -fno-omit-frame-pointer $flags" \
+  -DSKBUILD_PROJECT_VERSION="$version" -DPython_EXECUTABLE="$python" \
+  -Dpybind11_DIR="$("$python" -m pybind11 --cmakedir)" >/dev/null
+cmake --build "$build"
+rm -rf "$site"
+cmake --install "$build" --prefix "$site" >/dev/null
+
+# The package as it would be installed: our libraries, and links to the Python files.
+for path in kvfuse/*; do
+  [ "$(basename "$path")" = __pycache__ ] || ln -s "$PWD/$path" "$site/kvfuse/"
+done
+ln -s "$PWD/passes" "$site/kvfuse/passes"
+# Before an editable install, and before the source folder of the same name.
+cat >"$site/sitecustomize.py" <<'END'
+import os
+import sys
+from importlib.machinery import PathFinder
+
+
+class Sanitized:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] != "kvfuse":
+            return None
+        return PathFinder.find_spec(name, path or [os.path.dirname(__file__)], target)
+
+
+sys.meta_path.insert(0, Sanitized)
+END
+
+# First without Python and onnxruntime: leaks of the library show, and so does what runs in a pool of threads.
+"$cxx" -std=c++17 -O1 -g -fno-omit-frame-pointer $flags -Icustom_ops/include tests/native/stress.cc \
+  "$site/kvfuse/libkvfuse_ops.so" -Wl,-rpath,"$site/kvfuse" -pthread -o "$build/stress"
+TSAN_OPTIONS=halt_on_error=1 ASAN_OPTIONS=detect_leaks=1:detect_stack_use_after_return=1 \
+  UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 setarch --addr-no-randomize "$build/stress"
+
+# Python is not instrumented, so the runtimes come first; its own leaks are not looked for.
+preload=
+for runtime in $runtimes libstdc++.so.6; do preload+="$("$cxx" -print-file-name="$runtime") "; done
+export PYTHONPATH=$site PYTHONMALLOC=malloc
+export ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:quarantine_size_mb=8:detect_stack_use_after_return=1
+export UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
+export TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1
+LD_PRELOAD=$preload "$python" - "$site" <<'END'
+import sys
+
+import kvfuse._native
+
+found = kvfuse._native.__file__
+if not found.startswith(sys.argv[1]):
+    raise SystemExit(f"[sanitize] expected kvfuse._native from {sys.argv[1]}; found {found}")
+END
+
+# Left out, here or by KVFUSE_SANITIZER: what limits the address space or reads resident memory, which are the
+# sanitizer's now; and, of threads, onnxruntime's own pool, whose synchronization TSan cannot see.
+export KVFUSE_SANITIZER=$kind
+LD_PRELOAD=$preload setarch --addr-no-randomize "$python" -m pytest -q -p no:cacheprovider \
+  --deselect tests/ops/test_out_of_memory.py ${*:-$tests}
