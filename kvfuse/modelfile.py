@@ -15,6 +15,7 @@ import onnx
 import onnx_ir as ir
 
 from .errors import ModelError
+from .sparse_files import copy_sparse, same_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,71 +193,36 @@ def _mode_for(destination: Path) -> int:
 
 def _place_data(model: ir.Model, destination: Path) -> dict[str, str]:
     """Old location -> location relative to the destination; files that are not below it are copied once."""
-    locations: dict[str, str] = {}
     folder = destination.parent.resolve()
-    for tensor in _external_tensors(model):
-        old = str(tensor.location)
-        if old in locations or not str(tensor.base_dir):
-            continue  # without a folder it can only be meant relative to the destination
-        file = (Path(tensor.base_dir) / old).resolve()
-        if file.is_relative_to(folder):
-            locations[old] = file.relative_to(folder).as_posix()
-        else:
+    files = {
+        str(tensor.location): (Path(tensor.base_dir) / tensor.location).resolve()
+        for tensor in _external_tensors(model)
+        if str(tensor.base_dir)  # without a folder it can only be meant relative to the destination
+    }
+    places = {file: file.relative_to(folder) for file in files.values() if file.is_relative_to(folder)}
+    if folder / destination.name in places:
+        raise OSError(17, "the model's own external data", str(destination))
+    for file in files.values():
+        if file not in places:
             # A hard link would save the copy, but onnx refuses to load data that has one, the original's too.
-            locations[old] = _copy_once(file, folder, destination)
-    return locations
+            taken = {destination.name, *map(str, places.values())}
+            places[file] = Path(_copy_once(file, folder, destination.name, taken))
+    return {location: places[file].as_posix() for location, file in files.items()}
 
 
-def _copy_once(file: Path, folder: Path, destination: Path) -> str:
-    """Copies a data file beside the destination, unless the same file (size and time) is there already."""
-    original = file.stat()
-    for name in (file.name, f"{destination.name}.{file.name}"):
+def _copy_once(file: Path, folder: Path, model: str, taken: set[str]) -> str:
+    """Copies a data file beside the model, unless the same bytes are there already; not to a taken name."""
+    names = (file.name, f"{model}.{file.name}", *(f"{model}.{n}.{file.name}" for n in range(1, 1000)))
+    for name in (name for name in names if name not in taken):
         target = folder / name
-        if target.exists():
-            found = target.stat()
-            if (found.st_size, found.st_mtime_ns) == (original.st_size, original.st_mtime_ns):
-                return name
-            if name == file.name:
-                continue
+        if target.exists() and same_bytes(file, target):
+            return name
+        if target.exists() and name == file.name:
+            continue  # another model's; what is named after this one is its own and may be replaced
         with _replacing(target) as temporary:
-            _copy_sparse(file, temporary)
-            os.utime(temporary, ns=(original.st_atime_ns, original.st_mtime_ns))
+            copy_sparse(file, temporary)
         return name
     raise OSError(17, "no free name for the external data", str(folder))
-
-
-def _copy_sparse(source: Path, target: Path) -> None:
-    """Copies file contents without reading them into Python, keeping holes where the system shows them."""
-    if not hasattr(os, "copy_file_range") or not hasattr(os, "SEEK_DATA"):
-        shutil.copyfile(source, target)
-        return
-    size = source.stat().st_size
-    with source.open("rb") as reader, target.open("wb") as writer:
-        writer.truncate(size)
-        position = 0
-        while position < size:
-            try:
-                position = os.lseek(reader.fileno(), position, os.SEEK_DATA)
-            except OSError:
-                return  # only a hole is left
-            end = os.lseek(reader.fileno(), position, os.SEEK_HOLE)
-            while position < end:
-                copied = _copy_range(reader.fileno(), writer.fileno(), position, end - position)
-                position += copied
-
-
-def _copy_range(source: int, target: int, offset: int, count: int) -> int:
-    """Copies up to `count` bytes at the same offset; by the kernel where it can."""
-    try:
-        copied = os.copy_file_range(source, target, count, offset, offset)
-        if copied:
-            return copied
-    except OSError:
-        pass
-    data = os.pread(source, min(count, 8 << 20), offset)
-    if not data:
-        raise OSError(5, "the external data ended while it was copied")
-    return os.pwrite(target, data, offset)
 
 
 def _relocate(proto: onnx.ModelProto, locations: dict[str, str]) -> None:

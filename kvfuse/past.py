@@ -179,7 +179,8 @@ class PastIO:
         begin = _copy(self._begin)
         del begin.input[:], begin.output[:]
         begin.input.extend(["kv_sequence", "kv_past_length", "padding"])
-        begin.output.append("slots")
+        # All of them: onnxruntime 1.24 aborts at a node that lacks the last outputs of its op.
+        begin.output.extend(["slots", "past_length", "past_lengths"])
         nodes, inputs, outputs = [begin], [], []
         for position, op in enumerate(self._ops.values()):
             node = _copy(op)

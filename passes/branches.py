@@ -48,7 +48,8 @@ def find_choice(model: ir.Model) -> Choice | None:
 
 
 def _must_be_fed(condition: ir.Value) -> bool:
-    return condition.is_graph_input() and condition.const_value is None
+    is_flag = condition.dtype == ir.DataType.BOOL  # and no cache, which the rewritten model would not have
+    return condition.is_graph_input() and condition.const_value is None and is_flag
 
 
 def _is_attention(node: ir.Node) -> bool:
@@ -94,8 +95,17 @@ def take(model: ir.Model, branch: str) -> ir.Model:
         rename(result, output.name)
         result.type = result.type or output.type
         result.shape = output.shape if result.shape is None else result.shape
+    _forget(node)
     graph.remove(node)
     return copy
+
+
+def _forget(choice: ir.Node) -> None:
+    """Takes the readers in an If's branches off the outer values, which count them as their own otherwise."""
+    for name in _OTHER:
+        for node in choice.attributes[name].as_graph().all_nodes():
+            for position in range(len(node.inputs)):
+                node.replace_input_with(position, None)
 
 
 def join_empty_caches(past: ir.Graph, fresh: ir.Graph, sites: Iterable[AttentionSite]) -> None:

@@ -11,6 +11,16 @@ import onnx_ir as ir
 PREFIX = "kvfuse"
 
 
+def names_of(graph: ir.Graph) -> set[str | None]:
+    """The names of all values of a graph and of the graphs inside it."""
+    names: set[str | None] = set()
+    for scope in (graph, *graph.subgraphs()):
+        names.update(value.name for value in scope.inputs)
+        names.update(scope.initializers)
+    names.update(output.name for node in graph.all_nodes() for output in node.outputs)
+    return names
+
+
 class Builder:
     """Inserts nodes before or after a place in a graph; equal constants are made once.
 
@@ -22,11 +32,8 @@ class Builder:
     def __init__(self, graph: ir.Graph, outer: Builder | None = None) -> None:
         self._graph = graph
         self._names: set[str | None] = set() if outer is None else outer._names
-        self._names.update(value.name for value in graph.inputs)
-        self._names.update(graph.initializers)
-        for node in graph.all_nodes():
-            self._names.update(output.name for output in node.outputs)
-            self._names.add(node.name)
+        self._names.update(names_of(graph))
+        self._names.update(node.name for node in graph.all_nodes())
         self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
         self._place: ir.Node | None = None
         self._after = False

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from .builder import Builder
+from .builder import Builder, names_of
 from .drop_cache_io import drop_cache_io
 from .find import Findings, guarded
 from .legality import Clearance, clear
@@ -74,10 +74,10 @@ def _blocker(graph: ir.Graph, carrier: ir.Value | None) -> str | None:
     """Why no site of this graph can be fused, whatever the site; None when nothing stands in the way."""
     if carrier is None:
         return "no graph input other than the caches has the batch size as its dim 0"
-    taken = {value.name for value in graph.inputs} | set(graph.initializers)
+    given, taken = {value.name for value in graph.inputs}, names_of(graph)
     for name in (SEQUENCE_INPUT, PAST_LENGTH_INPUT):
         if name in taken:
-            return f"the graph already has an input named {name}"
+            return f"the graph already has {'an input' if name in given else 'a value'} named {name}"
     return None
 
 

@@ -104,7 +104,17 @@ class LengthSource:
             if scalar is not None and not user.outputs[0].is_graph_output():
                 user.outputs[0].replace_all_uses_with(self._scalar(scalar, site))
         if output.consumers() or output.is_graph_output():
-            output.replace_all_uses_with(self._vector(dims, site), replace_graph_outputs=True)
+            vector = self._vector(dims, site)
+            if output.is_graph_output():
+                vector = self._as_output(output, vector)
+            output.replace_all_uses_with(vector, replace_graph_outputs=True)
+
+    def _as_output(self, output: ir.Value, vector: ir.Value) -> ir.Value:
+        """The vector under the name and the type of an output of the graph."""
+        name, output.name = str(output.name), self._builder.fresh("replaced")
+        made = self._builder.node("Identity", [vector], outputs=[name])
+        made.type, made.shape = output.type, output.shape
+        return made
 
     def _gathered(self, user: ir.Node, output: ir.Value, dims: Sequence[Dim]) -> Dim | None:
         """The dim that `Gather(shape, one constant)` picks, else None."""

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import onnxruntime
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 # Last, so that an installed kvfuse wins over the source folder of the same name.
@@ -16,3 +17,17 @@ onnxruntime.set_default_logger_severity(4)
 expected = os.environ.get("KVFUSE_EXPECT_ORT")
 if expected and not onnxruntime.__version__.startswith(expected):
     raise RuntimeError(f"[tests] expected onnxruntime {expected}; found {onnxruntime.__version__}")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--update-goldens",
+        action="store_true",
+        help="write what the golden files should hold, to be reviewed",
+    )
+
+
+@pytest.fixture
+def update_goldens(request):
+    """Whether golden files are rewritten and not compared."""
+    return request.config.getoption("--update-goldens")

@@ -8,8 +8,10 @@ A mutant passes when it ends in one of these:
   error            kvfuse refused the file with one sentence and wrote nothing
   refused          nothing was fused and the output is the input, byte for byte
   equal            fused, and the logits are the mutant's own in exact mode, in every schedule
-  does not run     fused, and onnxruntime cannot run the mutant itself (or its caches, its logits are not finite)
+  does not run     fused, and onnxruntime cannot run the mutant itself (or its caches, logits are not finite)
+  not finite       fused, and the mutant's own attention computes NaN, which an IsNaN of its own hides
   inconsistent     fused, and the mutant's own logits depend on how its tokens are split into runs
+  stopped          fused, and the op refuses the mutant's tensors with one sentence
 
 Anything else is a finding; with findings the exit status is 1. `--start` and `--count 1` repeat one mutant.
 """
@@ -35,8 +37,10 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "pas
 from mutants import mutant  # noqa: E402
 from sources import Decoder, load, run  # noqa: E402
 
-PASSED = ("error", "refused", "equal", "does not run", "inconsistent")
-SCHEDULES = ((9,), (4, 1, 3, 1))
+PASSED = ("error", "refused", "equal", "does not run", "not finite", "inconsistent", "stopped")
+SCHEDULES = ((9,), (4, 1, 3, 1), (1,) * 9)
+ROUNDING = 8.0  # times the mutant's own noise
+UNSURE = 50.0  # times the limit: more noise than rounding makes
 EXACT = 4096
 MEMORY = 8 << 30  # bytes of address space; a mutant may ask for any number
 
@@ -67,9 +71,16 @@ def examine(source: Decoder, data: bytes, folder: Path, phase: Any) -> tuple[str
     phase("running the rewritten mutant")
     try:
         found = [run(kvfuse.InferenceSession(target, options()), source, schedule) for schedule in SCHEDULES]
+    except kvfuse.SequenceError as error:
+        return "stopped", str(error)
     except Exception:  # what the fuzzer looks for
         return "REWRITTEN FAILS", traceback.format_exc()
-    return compare(expected, found, source.tolerance)
+    outcome, detail = compare(expected, found, source.tolerance)
+    if outcome == "WRONG":
+        outcome, detail = compare(expected, found, source.tolerance, sensitivity(data, source, expected))
+    if outcome == "WRONG" and guards_meet_nan(data, source):
+        return "not finite", detail
+    return outcome, detail
 
 
 def options() -> Any:
@@ -94,16 +105,69 @@ def reference(path: Path, source: Decoder) -> list[list[np.ndarray]] | None:
     return rows if usable else None
 
 
-def compare(expected: Any, found: Any, tolerance: float) -> tuple[str, str]:
-    one, other = (np.concatenate(steps, axis=1) for steps in expected)
-    limit = tolerance * max(1.0, *(float(np.abs(rows).max(initial=0.0)) for rows in (one, other)))
+def sensitivity(data: bytes, source: Decoder, expected: Any) -> float:
+    """How far the mutant's logits move when its weights do by at most their last bit."""
+    import onnx
+    import onnxruntime
+    from onnx import numpy_helper
+
+    model, random = onnx.load_from_string(data), np.random.default_rng(0)
+    for tensor in model.graph.initializer:
+        if len(tensor.dims) >= 2 and tensor.data_type in (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16):
+            array = numpy_helper.to_array(tensor)
+            bit = np.finfo(array.dtype).eps * random.integers(-1, 2, array.shape)
+            with np.errstate(all="ignore"):
+                moved = (array * (1 + bit)).astype(array.dtype)
+            tensor.CopyFrom(numpy_helper.from_array(moved, tensor.name))
+    try:
+        session = onnxruntime.InferenceSession(model.SerializeToString(), options())
+        rows = run(session, source, SCHEDULES[0])
+    except Exception:  # one bit more and it is not finite: onnxruntime's errors share no base class
+        return float("inf")
+    return max(distance(*pair) for pair in zip(expected[0], rows, strict=True))
+
+
+def guards_meet_nan(data: bytes, source: Decoder) -> bool:
+    """Whether an IsNaN of the mutant finds any, where no row is masked: NaN is what its attention computes.
+
+    The guard turns a whole row into zeros then; the op does so with a fully masked row only, and keeps NaN.
+    """
+    import onnx
+    import onnxruntime
+
+    model = onnx.load_from_string(data)
+    found = [node.input[0] for node in model.graph.node if node.op_type == "IsNaN"]
+    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in found)
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options())
+    seen: list[bool] = []
+
+    class Watched:
+        get_inputs, get_outputs = session.get_inputs, session.get_outputs
+
+        def run(self, names: Any, feeds: Any) -> Any:
+            got = session.run(names, feeds)
+            seen.extend(bool(np.isnan(array).any()) for array in got[len(got) - len(found) :])
+            return got
+
+    run(Watched(), source, SCHEDULES[0])
+    return any(seen)
+
+
+def compare(expected: Any, found: Any, tolerance: float, noise: float = 0.0) -> tuple[str, str]:
+    """Holds the rewritten logits against the mutant's own, as far as those are sure of themselves.
+
+    A damaged graph may divide by nearly nothing; how far its own logits move when its tokens are split
+    otherwise (or its weights are rounded otherwise: `noise`) is then what rounding alone does to them.
+    """
+    whole, *others = (np.concatenate(steps, axis=1) for steps in expected)
+    limit = tolerance * max(1.0, float(np.abs(whole).max(initial=0.0)))
+    noise = max(noise, *(distance(whole, other) for other in others))
     pairs = [pair for steps in zip(expected, found, strict=True) for pair in zip(*steps, strict=True)]
     worst = max(distance(*pair) for pair in pairs)
-    if worst <= limit:
-        return "equal", ""
-    if distance(one, other) > limit:
-        return "inconsistent", f"differs by {worst:.3g}; limit {limit:.3g}"
-    return "WRONG", f"differs by {worst:.3g}; limit {limit:.3g}"
+    detail = f"differs by {worst:.3g}; limit {limit:.3g}; the mutant from itself by {noise:.3g}"
+    if worst <= max(limit, ROUNDING * min(noise, UNSURE * limit)):
+        return "equal", detail
+    return ("inconsistent" if noise > UNSURE * limit else "WRONG"), detail
 
 
 def distance(one: np.ndarray, other: np.ndarray) -> float:
