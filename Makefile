@@ -1,6 +1,7 @@
 # make demo    build everything, rewrite a real model, run it beside the original, print the table
 # make test    build everything, lint, type-check, run all tests
 # make check   the part of `make test` that runs no tests;  make fix  applies what can be applied
+# make goldens   writes the expected halves of the graph cases anew
 # make sanitize  the library under ASan, UBSan and TSan;  make fuzz  a million hostile states (needs clang)
 VENV ?= .venv
 PYTHON ?= python3
@@ -8,7 +9,7 @@ BIN = $(VENV)/bin
 MINIMUM_ORT = 1.24.4
 export PYTHON_IN_VENV = $(abspath $(BIN))/python
 
-.PHONY: setup demo test test-minimum check fix sanitize fuzz clean
+.PHONY: setup demo test test-minimum check fix goldens sanitize fuzz clean
 
 # One stamp per input of the build: sources are only compiled again when one changed.
 NATIVE = $(shell find custom_ops -type f) pyproject.toml
@@ -51,6 +52,9 @@ fix: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $$(find custom_ops -name '*.cc' -o -name '*.h')
+
+goldens: setup
+	$(BIN)/python -m pytest -q tests/passes --update-goldens
 
 sanitize: setup
 	PYTHON=$(PYTHON_IN_VENV) tools/sanitize.sh address

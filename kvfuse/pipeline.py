@@ -68,8 +68,11 @@ def rewrite(
     if dry_run:
         return report
     if decision.sites:
+        dropped = {value.name for value in decision.presents}
+        kept = [value.name for value in source.model.graph.outputs if value.name not in dropped]
         model = rewriting.apply(chosen.attributes(), source.fingerprint, _metadata(chosen))
         require_order(model.graph)
+        require_sound(model.graph, kept)
         source = dataclasses.replace(source, model=model)
     if destination is not None:
         write(source, changed=bool(decision.sites), destination=destination)
@@ -100,6 +103,38 @@ def require_order(graph: ir.Graph) -> None:
         raise ModelError(
             f"[rewriter] expected an acyclic graph after rewriting; found a cycle: {error}"
         ) from error
+
+
+def require_sound(graph: ir.Graph, outputs: Sequence[str | None]) -> None:
+    """Checks that a rewritten graph makes all that it reads, and still gives what it gave by the same names.
+
+    Raises:
+        ModelError: It does not; this is a defect of the rewriter, and no file is written.
+    """
+    found = [value.name for value in graph.outputs]
+    if found != list(outputs):
+        raise ModelError(f"[rewriter] expected the outputs {list(outputs)} after rewriting; found {found}")
+    orphan = _orphan(graph, set())
+    if orphan is not None:
+        raise ModelError(
+            f"[rewriter] expected every value to be made before it is read; found {orphan} made nowhere"
+        )
+
+
+def _orphan(graph: ir.Graph, outer: set[ir.Value]) -> str | None:
+    """A value that a graph, or one inside it, reads or returns and that nothing makes."""
+    defined = outer | {*graph.inputs, *graph.initializers.values()}
+    for node in graph:
+        for operand in node.inputs:
+            if operand is not None and operand not in defined:
+                return f"{label(operand)} (read by {label(node)})"
+        for attribute in node.attributes.values():
+            if attribute.type == ir.AttributeType.GRAPH:
+                inner = _orphan(attribute.as_graph(), defined)
+                if inner is not None:
+                    return inner
+        defined.update(node.outputs)
+    return next((label(value) for value in graph.outputs if value not in defined), None)
 
 
 def _metadata(chosen: KvFormat) -> dict[str, Any]:
