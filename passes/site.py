@@ -44,12 +44,13 @@ class TooLarge(Mismatch):
 
 
 def label(thing: ir.Node | ir.Value | None) -> str:
-    """The name a person finds in a graph viewer: `Op 'node name'` or the value's name."""
+    """The name a person finds in a graph viewer: `Op 'node name'` or the value's name, always in one line."""
     if thing is None:
         return ""
+    name = str(thing.name)
     if isinstance(thing, ir.Node):
-        return f"{thing.op_type} '{thing.name or (thing.outputs[0].name if thing.outputs else '')}'"
-    return str(thing.name)
+        name = f"{thing.op_type} '{thing.name or (thing.outputs[0].name if thing.outputs else '')}'"
+    return name if name.isprintable() else name.encode("unicode_escape").decode()
 
 
 @dataclasses.dataclass(frozen=True)

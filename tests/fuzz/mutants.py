@@ -74,7 +74,9 @@ def damage(data: bytearray, rng: random.Random) -> tuple[bytes, str]:
 
 def mutate(model: onnx.ModelProto, rng: random.Random) -> str:
     """Does one thing to one node, constant, or the graph's interface; returns what."""
-    scope = rng.choice(list(scopes(model)))
+    scope = rng.choice([scope for scope in scopes(model) if scope.node] or [None])
+    if scope is None:
+        return "nothing"
     kinds = [drop, swap, swap, operator, operator, attribute, attribute, edge, edge]
     kinds += [constant, constant, interface]
     kind = rng.choice(kinds)
