@@ -12,7 +12,7 @@ export PYTHON_IN_VENV = $(abspath $(BIN))/python
 .PHONY: setup demo test test-minimum check fix goldens sanitize fuzz clean
 
 # One stamp per input of the build: sources are only compiled again when one changed.
-NATIVE = $(shell find custom_ops -type f) pyproject.toml
+NATIVE = $(shell find custom_ops -type f -not -path '*/fuzz/*') pyproject.toml
 STAMP = $(VENV)/.kvfuse-installed
 
 setup: $(STAMP)

@@ -4,6 +4,7 @@
 #include <iterator>
 
 #include "file.h"
+#include "json.h"
 #include "kvfuse/error.h"
 #include "kvfuse/half.h"
 #include "kvfuse/sequence.h"
@@ -214,9 +215,9 @@ std::string Sequence::Freeze() {
 void Sequence::Unfreeze(std::string_view bytes) {
   const SafetensorsReader in(bytes);
   if (in.Metadata("format") != kFormat)
-    Fail("[state] expected the format '", kFormat, "'; found '", in.Metadata("format"), "'");
+    Fail("[state] expected the format '", kFormat, "'; found '", Shown(in.Metadata("format")), "'");
   if (in.Number("format_version") != kFormatVersion)
-    Fail("[state] expected format_version ", kFormatVersion, "; found ", in.Metadata("format_version"));
+    Fail("[state] expected format_version ", kFormatVersion, "; found ", Shown(in.Metadata("format_version")));
   const int64_t length = in.Number("length"), count = in.Number("layers");
   if ((length == 0) != (count == 0))
     Fail("[state] expected layers exactly when there are tokens; found ", count, " layers and length ", length);
@@ -229,7 +230,7 @@ void Sequence::Unfreeze(std::string_view bytes) {
     const std::string prefix = std::to_string(i) + ".";
     const std::string& name = in.Metadata(prefix + "layer");
     if (!layers.emplace(name, std::make_shared<LayerCache>(ParseLayer(in, prefix, length))).second)
-      Fail("[state] expected each layer once; found '", name, "' twice");
+      Fail("[state] expected each layer once; found '", Shown(name), "' twice");
     names.push_back(name);
     tensors += layers.at(name)->format().centered() ? kLayerTensors + 1 : kLayerTensors;
   }

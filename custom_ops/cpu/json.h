@@ -125,6 +125,15 @@ inline bool IsUtf8(std::string_view text) {
   return true;
 }
 
+// Text of unknown length for an error sentence: cut at a character, after some 80 bytes.
+inline std::string Shown(const std::string& text) {
+  constexpr size_t kMost = 80;
+  if (text.size() <= kMost) return text;
+  size_t end = kMost;
+  while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xc0) == 0x80) --end;
+  return text.substr(0, end) + "...";
+}
+
 inline std::string JsonString(const std::string& text) {
   static const char kHex[] = "0123456789abcdef";
   std::string quoted = "\"";

@@ -33,7 +33,7 @@ int64_t ElementSize(const std::string& dtype) {
   if (dtype == "U8") return 1;
   if (dtype == "F16") return 2;
   if (dtype == "F32") return 4;
-  Fail("[state] expected tensors of dtype U8, F16 or F32; found '", dtype, "'");
+  Fail("[state] expected tensors of dtype U8, F16 or F32; found '", Shown(dtype), "'");
 }
 
 std::string ShapeText(const std::vector<int64_t>& shape) {
@@ -103,7 +103,8 @@ SafetensorsReader::SafetensorsReader(std::string_view bytes) {
         json.Expect(':');
         const std::string value = json.String();
         if (key == kChecksum) checksum_end = json.position() - 1;
-        if (!metadata_.emplace(key, value).second) Fail("[state] expected each field once; found '", key, "' twice");
+        if (!metadata_.emplace(key, value).second)
+          Fail("[state] expected each field once; found '", Shown(key), "' twice");
       });
       return;
     }
@@ -122,16 +123,17 @@ SafetensorsReader::SafetensorsReader(std::string_view bytes) {
         else if (numbers.size() == 2)
           begin = numbers[0], end = numbers[1];
       } else {
-        Fail("[state] expected dtype, shape and data_offsets of tensor '", name, "'; found '", key, "'");
+        Fail("[state] expected dtype, shape and data_offsets of tensor '", Shown(name), "'; found '", Shown(key), "'");
       }
     });
     const auto size = static_cast<int64_t>(data.size());
     if (begin < 0 || end < begin || end > size || ByteSize(tensor.dtype, tensor.shape, size) != end - begin)
-      Fail("[state] expected the offsets of tensor '", name, "' to lie in the data and to fit its shape; found [",
-           begin, ", ", end, ")");
+      Fail("[state] expected the offsets of tensor '", Shown(name),
+           "' to lie in the data and to fit its shape; found [", begin, ", ", end, ")");
     tensor.bytes = data.substr(begin, end - begin);
     ranges.emplace_back(begin, end);
-    if (!tensors_.emplace(name, tensor).second) Fail("[state] expected each tensor once; found '", name, "' twice");
+    if (!tensors_.emplace(name, tensor).second)
+      Fail("[state] expected each tensor once; found '", Shown(name), "' twice");
   });
   json.End();
 
@@ -146,7 +148,7 @@ SafetensorsReader::SafetensorsReader(std::string_view bytes) {
 
   const std::string& stored = Metadata(kChecksum);
   if (stored.size() != kDigits || header.substr(checksum_end - kDigits, kDigits) != stored)
-    Fail("[state] expected a checksum of ", kDigits, " digits; found '", stored, "'");
+    Fail("[state] expected a checksum of ", kDigits, " digits; found '", Shown(stored), "'");
   Checksum checksum;
   checksum.Add(header.substr(0, checksum_end - kDigits));
   checksum.Add(std::string(kDigits, '0'));
@@ -173,7 +175,7 @@ int64_t SafetensorsReader::Number(const std::string& key, int64_t least) const {
     for (const char c : text) value = value * 10 + (c - '0');
   }
   if ((!digits && !negative) || value < least || value > (int64_t{1} << 40))
-    Fail("[state] expected '", key, "' from ", least, " to 2^40; found '", text, "'");
+    Fail("[state] expected '", key, "' from ", least, " to 2^40; found '", Shown(text), "'");
   return value;
 }
 
