@@ -35,13 +35,14 @@ struct Isa {
   KVFUSE_AVX512 static void KeyScores(const SideFormat& side, const uint8_t* bytes, const int8_t* query, int begin,
                                       int end, float* scores) {
     const __m512i nibbles = _mm512_set1_epi8(15);
-    const int width = side.bits == 4 ? 8 : 4;
-    for (int token = begin / 16 * 16; token < end; token += 16) {
-      __m512 sum = _mm512_setzero_ps();
-      for (int g = 0; g < side.groups(); ++g) {
-        const int first = g * side.group_width(), last = std::min(side.dim, first + side.group_width());
-        __m512i dot = _mm512_setzero_si512();
-        int32_t query_sum = 0;
+    const int width = side.bits == 4 ? 8 : 4, offset = side.bits == 4 ? 8 : 128;
+    const int from = begin / 16 * 16;
+    for (int g = 0; g < side.groups(); ++g) {
+      const int first = g * side.group_width(), last = std::min(side.dim, first + side.group_width());
+      int32_t query_sum = 0;
+      for (int c = first; c < last; ++c) query_sum += query[c];
+      for (int token = from; token < end; token += 16) {
+        __m512i dot = _mm512_set1_epi32(-offset * query_sum);
         for (int c = first; c < last; c += width) {
           const __m512i line = _mm512_loadu_si512(bytes + tiles::KeyLine(side, token, c));
           if (side.bits == 4) {
@@ -52,11 +53,10 @@ struct Isa {
             dot = _mm512_dpbusd_epi32(dot, line, Broadcast4(query + c));
           }
         }
-        for (int c = first; c < last; ++c) query_sum += query[c];
-        dot = _mm512_sub_epi32(dot, _mm512_set1_epi32((side.bits == 4 ? 8 : 128) * query_sum));
-        sum = _mm512_add_ps(sum, _mm512_mul_ps(Scales16(side, bytes, g, token), _mm512_cvtepi32_ps(dot)));
+        const __m512 sum = g == 0 ? _mm512_setzero_ps() : _mm512_loadu_ps(scores + token);
+        const __m512 score = _mm512_mul_ps(Scales16(side, bytes, g, token), _mm512_cvtepi32_ps(dot));
+        _mm512_storeu_ps(scores + token, _mm512_add_ps(sum, score));
       }
-      _mm512_storeu_ps(scores + token, sum);
     }
   }
 
