@@ -20,12 +20,12 @@ import onnxruntime
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
+from kvfuse.decoder import METADATA_KEY
 from kvfuse.errors import ModelError, SequenceError
 from kvfuse.library import native, register
 from kvfuse.session import kernel_errors
 
 DOMAIN = "kvfuse"
-METADATA_KEY = "kvfuse"
 # The permutation from a cache's own layout to B, K, P, D; a packed "BSC" cache is split first.
 _TO_BHSD = {"BHSD": (0, 1, 2, 3), "BSHD": (0, 2, 1, 3), "SBHD": (1, 2, 0, 3), "BHDS": (0, 1, 3, 2)}
 # ONNX's names of the element types that a cache may have.

@@ -93,8 +93,7 @@ std::shared_ptr<LayerCache> LayerCache::Fork() const {
 // Exact rows that a later query, or a block still to be encoded, may need; plus the slack.
 int64_t LayerCache::KeepExactFrom(int64_t length) const {
   if (!format_.has_exact_window()) return length;
-  const int64_t window = format_.block == 1 ? length - format_.n_recent : format_.EncodedEnd(length);
-  const int64_t from = std::max<int64_t>(0, window - kRollbackSlack);
+  const int64_t from = std::max<int64_t>(0, format_.WindowBegin(length) - kRollbackSlack);
   return from / kExactPageTokens * kExactPageTokens;
 }
 

@@ -70,10 +70,8 @@ LayerSnapshot LayerCache::Snapshot(bool canonical) const {
   shot.begin = pages_begin_;
   shot.encoded_end = encoded_end_;
   shot.exact_begin = exact_begin_;
-  if (canonical) {  // without the slack, which depends on how the tokens came
-    const int64_t window = format_.block > 1 ? format_.EncodedEnd(length_) : length_ - format_.n_recent;
-    shot.exact_begin = std::max(exact_begin_, window);
-  }
+  // Without the slack, which depends on how the tokens came.
+  if (canonical) shot.exact_begin = std::max(exact_begin_, format_.WindowBegin(length_));
   const int64_t sinks = std::min(format_.n_sink, length_);
   for (int head = 0; head < format_.kv_num_heads; ++head) {
     for (int64_t j = pages_begin_; j < encoded_end_; ++j) {

@@ -57,6 +57,9 @@ struct CacheFormat {
     return length <= n_recent ? 0 : (length - n_recent) / block * block;
   }
 
+  // Queries from position `length` on use no token before this one exactly (sinks apart).
+  int64_t WindowBegin(int64_t length) const { return block == 1 ? length - n_recent : EncodedEnd(length); }
+
   // A low-bit page is one part per kv head: kPageTokens key rows, then as many value rows. Where the bytes of a row
   // lie within its side is the kernel's affair.
   int64_t side_bytes(bool is_key) const { return int64_t{kPageTokens} * (is_key ? key : value).row_bytes(); }
