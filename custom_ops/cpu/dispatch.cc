@@ -68,4 +68,10 @@ std::vector<KernelChoice> KernelChoices() {
   return choices;
 }
 
+const KernelTable* FindKernel(const std::string& name) {
+  for (const Candidate& candidate : kCandidates)
+    if (name == candidate.table.name) return candidate.reason().empty() ? &candidate.table : nullptr;
+  return nullptr;
+}
+
 }  // namespace kvfuse

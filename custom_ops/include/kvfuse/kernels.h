@@ -61,6 +61,8 @@ struct KernelChoice {
 // Throws Error when KVFUSE_KERNEL names none.
 KVFUSE_EXPORT const KernelTable& Kernels();
 KVFUSE_EXPORT std::vector<KernelChoice> KernelChoices();
+// The table of that name; null when there is none or this machine cannot run it.
+KVFUSE_EXPORT const KernelTable* FindKernel(const std::string& name);
 
 namespace reference {
 void Rotate(float* row, int dim);
