@@ -146,6 +146,7 @@ class Cache {
     const int64_t seen = format_.window_left < 0 ? 0 : std::max<int64_t>(0, c.past - format_.window_left);
     const int64_t oldest = seen / kPageTokens * kPageTokens;
     view_.format = &format_;
+    view_.encoded_end = format_.EncodedEnd(c.total());
     view_.past = c.past;
     view_.total = c.total();
     view_.key = problem.key.rows(c.past);

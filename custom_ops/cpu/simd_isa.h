@@ -1,0 +1,447 @@
+// The inner loops of tile_attend.h and tile_encode.h for instruction sets with vectors of 4 or 8 floats, over a class V
+// of the operations of one of them (avx2_vectors.h, neon_vectors.h):
+//   F, I, B    kLanes floats, as many int32, 4 * kLanes bytes
+//   Sum        what Step(sum, u, q) adds products of four neighbouring nibbles u and int8 q to; after at most
+//              kSteps steps a sum must be added to int32 lanes (Flush)
+// KVFUSE_TARGET must be defined: the attribute that switches the instruction set on for one function. V lies in an
+// unnamed namespace, so nothing made here has a name that another file's code could share.
+#pragma once
+
+#include "tile_encode.h"
+
+#define KVFUSE_INLINE KVFUSE_TARGET __attribute__((always_inline)) static inline
+
+namespace kvfuse {
+
+template <typename V>
+struct SimdIsa {
+  using F = typename V::F;
+  using I = typename V::I;
+  using B = typename V::B;
+  using Sum = typename V::Sum;
+  using Planes = tiles::Planes;
+
+  static constexpr int kQueries = 4, kLanes = V::kLanes;
+  static constexpr int kParts = 16 / kLanes;  // vectors of a line of 16 tokens
+  static constexpr int kVectors = kPageTokens / kLanes;
+
+  KVFUSE_TARGET static void Rotate(float* row, int dim) {
+    while (dim >= kLanes) {
+      int block = kLanes;
+      while (block * 2 <= dim) block *= 2;
+      const F norm = V::Set(1.0f / std::sqrt(static_cast<float>(block)));
+      for (int i = 0; i < block; i += kLanes) {
+        const F x = V::Butterflies(V::Load(row + i));
+        V::Store(row + i, block == kLanes ? V::Mul(x, norm) : x);
+      }
+      for (int half = kLanes; half < block; half *= 2)
+        for (int start = 0; start < block; start += 2 * half)
+          for (int i = start; i < start + half; i += kLanes) {
+            const F a = V::Load(row + i), b = V::Load(row + i + half);
+            F sum = V::Add(a, b), difference = V::Sub(a, b);
+            if (2 * half == block) sum = V::Mul(sum, norm), difference = V::Mul(difference, norm);
+            V::Store(row + i, sum);
+            V::Store(row + i + half, difference);
+          }
+      row += block;
+      dim -= block;
+    }
+    reference::Rotate(row, dim);
+  }
+
+  KVFUSE_TARGET static bool Finite(const float* row, int dim) {
+    F odd = V::Set(0.0f);  // NaN once a NaN or an infinity has been met: x - x is 0 else
+    for (int i = 0; i < dim; i += kLanes) {
+      const F x = Load(row + i, dim - i);
+      odd = V::Add(odd, V::Sub(x, x));
+    }
+    return V::ReduceAdd(odd) == 0.0f;
+  }
+
+  // The element of largest size, the first of equals.
+  KVFUSE_TARGET static float Extreme(const float* row, int dim) {
+    F largest = V::Set(0.0f);
+    for (int i = 0; i < dim; i += kLanes) largest = V::MaxNumber(V::Abs(Load(row + i, dim - i)), largest);
+    const float size = V::ReduceMax(largest);
+    if (!(size > 0.0f)) return 0.0f;
+    for (int i = 0; i < dim; i += kLanes) {
+      const int found = V::Bits(V::Equal(V::Abs(Load(row + i, dim - i)), V::Set(size)));
+      if (found != 0) return row[i + __builtin_ctz(found)];
+    }
+    return 0.0f;
+  }
+
+  // codes[i] = clamp(rint(x / scale), low, high) + offset
+  KVFUSE_TARGET static void Codes(const float* row, int dim, float scale, int low, int high, int offset,
+                                  uint8_t* codes) {
+    const F least = V::Set(static_cast<float>(low)), most = V::Set(static_cast<float>(high)), divisor = V::Set(scale);
+    for (int i = 0; i < dim; i += kLanes) {
+      const F x = V::Min(V::Max(V::Div(Load(row + i, dim - i), divisor), least), most);
+      V::StoreBytes(codes + i, V::AddInt(V::ToInt(x), V::SetInt(offset)), std::min(kLanes, dim - i));
+    }
+  }
+
+  // int8 codes of a rotated query; gives their scale.
+  KVFUSE_TARGET static float QuantizeQuery(const float* row, int dim, int8_t* codes) {
+    if (!Finite(row, dim)) {
+      std::memset(codes, 0, dim);
+      return std::numeric_limits<float>::quiet_NaN();
+    }
+    float scale = std::fabs(Extreme(row, dim)) / 127.0f;
+    if (scale == 0.0f) scale = 1.0f;
+    Codes(row, dim, scale, -127, 127, 0, reinterpret_cast<uint8_t*>(codes));
+    return scale;
+  }
+
+  static uint64_t NonZero(const uint8_t* bytes, int count) {
+    uint64_t mask = 0;
+    for (int i = 0; i < count; ++i) mask |= static_cast<uint64_t>(bytes[i] != 0) << i;
+    return mask;
+  }
+
+  KVFUSE_TARGET static float Exp(float x) { return V::First(Exp(V::Set(x))); }
+
+  static void KeyScores(const SideFormat& side, const uint8_t* bytes, const int8_t* const* codes,
+                        const int32_t* const* sums, int n, float* scores, const uint8_t* next) {
+    using Function = void (*)(const SideFormat&, const uint8_t*, const int8_t* const*, const int32_t* const*, float*,
+                              const uint8_t*);
+    static constexpr Function four[] = {KeyScoresOf<1, 4>, KeyScoresOf<2, 4>, KeyScoresOf<3, 4>, KeyScoresOf<4, 4>};
+    static constexpr Function eight[] = {KeyScoresOf<1, 8>, KeyScoresOf<2, 8>, KeyScoresOf<3, 8>, KeyScoresOf<4, 8>};
+    (side.bits == 4 ? four : eight)[n - 1](side, bytes, codes, sums, scores, next);
+  }
+
+  // dots[t] = row . query for the rows of `mask`
+  template <typename T>
+  KVFUSE_TARGET static void DotRows(const void* const* rows, uint64_t mask, const float* query, int dim, float* dots) {
+    for (; mask != 0; mask &= mask - 1) {
+      const int t = __builtin_ctzll(mask);
+      const T* row = static_cast<const T*>(rows[t]);
+      F sums[4];
+      for (F& sum : sums) sum = V::Set(0.0f);
+      int c = 0;
+      for (; c + 4 * kLanes <= dim; c += 4 * kLanes)
+        for (int i = 0; i < 4; ++i)
+          sums[i] = V::MulAdd(V::Load(row + c + i * kLanes), V::Load(query + c + i * kLanes), sums[i]);
+      for (; c < dim; c += kLanes) sums[0] = V::MulAdd(Load(row + c, dim - c), Load(query + c, dim - c), sums[0]);
+      dots[t] = V::ReduceAdd(V::Add(V::Add(sums[0], sums[1]), V::Add(sums[2], sums[3])));
+    }
+  }
+
+  // sum += factor * weights[t] * row for the rows of `mask`
+  template <typename T>
+  KVFUSE_TARGET static void AddRows(const void* const* rows, uint64_t mask, const float* weights, float factor,
+                                    float* sum, int dim) {
+    int c = 0;
+    for (; c + 4 * kLanes <= dim; c += 4 * kLanes) {
+      F totals[4];
+      for (int i = 0; i < 4; ++i) totals[i] = V::Load(sum + c + i * kLanes);
+      for (uint64_t left = mask; left != 0; left &= left - 1) {
+        const int t = __builtin_ctzll(left);
+        const T* row = static_cast<const T*>(rows[t]) + c;
+        const F weight = V::Set(factor * weights[t]);
+        for (int i = 0; i < 4; ++i) totals[i] = V::MulAdd(weight, V::Load(row + i * kLanes), totals[i]);
+      }
+      for (int i = 0; i < 4; ++i) V::Store(sum + c + i * kLanes, totals[i]);
+    }
+    for (; c < dim; c += kLanes) {
+      F total = Load(sum + c, dim - c);
+      for (uint64_t left = mask; left != 0; left &= left - 1) {
+        const int t = __builtin_ctzll(left);
+        total = V::MulAdd(V::Set(factor * weights[t]), Load(static_cast<const T*>(rows[t]) + c, dim - c), total);
+      }
+      Store(sum + c, total, dim - c);
+    }
+  }
+
+  KVFUSE_TARGET static tiles::SoftmaxSums Softmax(const tiles::SoftmaxArgs& args, float* weights) {
+    const F hidden = V::Set(kNegativeInfinity), zero = V::Set(0.0f), scale = V::Set(args.scale);
+    const F query_scale = V::Set(args.query_scale), cap = V::Set(args.softcap);
+    F scores[kVectors], largest = hidden, odd = zero;
+    for (int i = 0; i < kVectors; ++i) {
+      const int t = i * kLanes;
+      const int low = static_cast<int>(args.low_mask >> t) & V::kAllBits;
+      const int exact = static_cast<int>(args.exact_mask >> t) & V::kAllBits;
+      scores[i] = hidden;
+      if ((low | exact) == 0) continue;
+      const auto is_low = V::Mask(low), is_exact = V::Mask(exact), seen = V::Mask(low | exact);
+      // Lanes that are not asked for may hold anything, a signalling NaN as well: they are chosen away first.
+      F score = V::Mul(scale, V::Mul(query_scale, V::Select(is_low, V::Load(args.low + t), zero)));
+      if (args.addend != nullptr) score = V::Add(score, V::Select(is_low, V::Load(args.addend + t), zero));
+      if (exact != 0) score = V::Select(is_exact, V::Mul(scale, V::Load(args.exact + t)), score);
+      if (args.softcap > 0.0f) score = V::Mul(cap, Tanh(V::Div(score, cap)));
+      if (args.bias != nullptr)
+        score = V::Add(score, args.bias_stride == 0 ? V::Set(*args.bias) : LoadSeen(args.bias + t, low | exact));
+      scores[i] = V::Select(seen, score, hidden);
+      odd = V::Select(V::Equal(scores[i], scores[i]), odd, scores[i]);
+      largest = V::MaxNumber(scores[i], largest);
+    }
+    float maximum = V::ReduceMax(largest);
+    if (maximum == kNegativeInfinity) {
+      const bool nan = V::ReduceAdd(odd) != 0.0f;
+      if (!nan) return {kNegativeInfinity, 0.0f};
+      maximum = 0.0f;
+    }
+    const F top = V::Set(maximum);
+    F sum = zero;
+    for (int i = 0; i < kVectors; ++i) {
+      const F weight = Exp(V::Sub(scores[i], top));
+      sum = V::Add(sum, weight);
+      V::Store(weights + i * kLanes, weight);
+    }
+    return {maximum, V::ReduceAdd(sum)};
+  }
+
+  // One group's weights times scales as 16-bit integers in two planes. False when they are too small to divide by.
+  KVFUSE_TARGET static bool Split(const SideFormat& side, const uint8_t* bytes, int group, uint64_t mask,
+                                  const float* weights, float factor, Planes& planes) {
+    F products[kVectors], largest = V::Set(0.0f), odd = largest;
+    const F zero = largest;
+    for (int i = 0; i < kVectors; ++i) {
+      const int t = i * kLanes, seen = static_cast<int>(mask >> t) & V::kAllBits;
+      products[i] = zero;
+      if (seen == 0) continue;
+      products[i] = V::Select(V::Mask(seen), V::Mul(V::Load(weights + t), Scales(side, bytes, group, t)), zero);
+      odd = V::Add(odd, V::Sub(products[i], products[i]));
+      largest = V::MaxNumber(V::Abs(products[i]), largest);
+    }
+    const float size = V::ReduceMax(largest);
+    if (!(V::ReduceAdd(odd) == 0.0f)) {
+      planes.factor = std::numeric_limits<float>::quiet_NaN();
+      planes.sum = 0;
+      std::memset(planes.high, 0, kPageTokens);
+      std::memset(planes.low, 0, kPageTokens);
+      return true;
+    }
+    if (size < 1e-30f && size > 0.0f) return false;
+    const F inverse = V::Set(size == 0.0f ? 0.0f : 32512.0f / size);  // 127 * 256
+    I sum = V::SetInt(0);
+    for (int i = 0; i < kVectors; ++i) {
+      const I whole = V::ToInt(V::Mul(products[i], inverse));
+      sum = V::AddInt(sum, whole);
+      V::StoreBytes(reinterpret_cast<uint8_t*>(planes.high) + i * kLanes,
+                    V::template ShiftRight<8>(V::AddInt(whole, V::SetInt(128))), kLanes);
+      V::StoreBytes(reinterpret_cast<uint8_t*>(planes.low) + i * kLanes, whole, kLanes);
+    }
+    planes.sum = V::ReduceAddInt(sum);
+    planes.factor = (size == 0.0f ? 0.0f : size / 32512.0f) * factor;
+    return true;
+  }
+
+  static void AddSplitValues(const SideFormat& side, const uint8_t* bytes, uint64_t seen, const Planes* planes, int n,
+                             float* const* sums, const uint8_t* next) {
+    using Function =
+        void (*)(const SideFormat&, const uint8_t*, uint64_t, const Planes*, float* const*, const uint8_t*);
+    static constexpr Function four[] = {AddSplitValuesOf<1, 4>, AddSplitValuesOf<2, 4>};
+    static constexpr Function eight[] = {AddSplitValuesOf<1, 8>, AddSplitValuesOf<2, 8>};
+    for (int i = 0; i < n; i += 2)  // two at a time: what the registers hold
+      (side.bits == 4 ? four : eight)[n - i > 1](side, bytes, seen, planes + i * side.groups(), sums + i,
+                                                 i == 0 ? next : nullptr);
+  }
+
+  // The same in f32: sum[c] += factor * weights[t] * scale * code for the tokens of `mask`.
+  KVFUSE_TARGET static void AddValues(const SideFormat& side, const uint8_t* bytes, uint64_t mask, const float* weights,
+                                      float factor, float* sum) {
+    const int width = 8 / side.bits;  // codes to a byte
+    const I code_mask = V::SetInt((1 << side.bits) - 1), offset = V::SetInt(side.bits == 4 ? 8 : 128);
+    for (int c = 0; c < side.dim;) {
+      const tiles::ValueChunk chunk = tiles::ValueChunkAt(side, c);
+      for (int half = 0; half < width; ++half)
+        for (int lane = 0; lane < chunk.lanes; lane += kLanes) {
+          float* at = sum + c + half * chunk.lanes + lane;
+          F total = Load(at, chunk.lanes);
+          for (uint64_t left = mask; left != 0; left &= left - 1) {
+            const int t = __builtin_ctzll(left);
+            const I line = V::ToInts(
+                LoadLanes(bytes + chunk.offset + (int64_t{t / 4} * chunk.lanes + lane) * 4, chunk.lanes));
+            const I code = V::AndInt(V::ShiftRightBy(line, t % 4 * 8 + half * 4), code_mask);
+            const int group = c / side.group_width();
+            const float scale = reference::ScaleOf(side, bytes + tiles::ScaleOffset(side, group, t), 0);
+            const F value = V::Mul(V::Set(scale), V::ToFloat(V::SubInt(code, offset)));
+            total = V::MulAdd(V::Set(factor * weights[t]), value, total);
+          }
+          Store(at, total, chunk.lanes);
+        }
+      c += chunk.width;
+    }
+  }
+
+ private:
+  template <typename T>
+  KVFUSE_INLINE F Load(const T* at, int count) {
+    return count >= kLanes ? V::Load(at) : V::LoadSome(at, count);
+  }
+  KVFUSE_INLINE void Store(float* at, F x, int count) {
+    if (count >= kLanes)
+      V::Store(at, x);
+    else
+      V::StoreSome(at, x, count);
+  }
+  // Reads no further than the last lane asked for.
+  KVFUSE_INLINE F LoadSeen(const float* at, int bits) { return Load(at, 32 - __builtin_clz(bits)); }
+  // kLanes groups of four bytes, or the half of them that a narrow line has.
+  KVFUSE_INLINE B LoadLanes(const uint8_t* at, int lanes) {
+    return lanes >= kLanes ? V::LoadBytes(at) : V::LoadHalfBytes(at);
+  }
+
+  KVFUSE_INLINE F Scales(const SideFormat& side, const uint8_t* bytes, int group, int token) {
+    const uint8_t* at = bytes + tiles::ScaleOffset(side, group, token);
+    if (side.group_size == 0) return V::Load(reinterpret_cast<const float*>(at));
+    return V::Load(reinterpret_cast<const uint16_t*>(at));
+  }
+
+  // exp(x) for x <= 0, NaN for NaN: 2^n * p(r) with |r| <= ln 2 / 2, p the Taylor series of degree 7 (remainder below
+  // 6e-9 relative). Below -104 it is 0 in f32.
+  KVFUSE_INLINE F Exp(F x) {
+    x = V::Select(V::Less(x, V::Set(-104.0f)), V::Set(-104.0f), x);
+    const F n = V::Round(V::Mul(x, V::Set(1.44269504f)));
+    F r = V::MulAdd(n, V::Set(-0.693145752f), x);  // ln 2 in two parts
+    r = V::MulAdd(n, V::Set(-1.42860677e-6f), r);
+    F p = V::Set(1.0f / 5040.0f);
+    p = V::MulAdd(p, r, V::Set(1.0f / 720.0f));
+    p = V::MulAdd(p, r, V::Set(1.0f / 120.0f));
+    p = V::MulAdd(p, r, V::Set(1.0f / 24.0f));
+    p = V::MulAdd(p, r, V::Set(1.0f / 6.0f));
+    p = V::MulAdd(p, r, V::Set(0.5f));
+    p = V::MulAdd(p, r, V::Set(1.0f));
+    p = V::MulAdd(p, r, V::Set(1.0f));
+    // 2^n in two factors, neither subnormal: n >= -151
+    const I whole = V::ToInt(n), half = V::template ShiftRight<1>(whole);
+    return V::Mul(V::Mul(p, PowerOfTwo(half)), PowerOfTwo(V::SubInt(whole, half)));
+  }
+  KVFUSE_INLINE F PowerOfTwo(I n) {
+    return V::AsFloat(V::template ShiftLeft<23>(V::AddInt(n, V::SetInt(127))));
+  }
+
+  // tanh, off by less than 2e-7: (1 - e) / (1 + e) with e = exp(-2 |x|), and a Taylor series near 0.
+  KVFUSE_INLINE F Tanh(F x) {
+    const F size = V::Abs(x), e = Exp(V::Mul(size, V::Set(-2.0f))), one = V::Set(1.0f), square = V::Mul(x, x);
+    const F far = V::Div(V::Sub(one, e), V::Add(one, e));
+    F near = V::Set(62.0f / 2835.0f);
+    near = V::MulAdd(near, square, V::Set(-17.0f / 315.0f));
+    near = V::MulAdd(near, square, V::Set(2.0f / 15.0f));
+    near = V::MulAdd(near, square, V::Set(-1.0f / 3.0f));
+    near = V::MulAdd(near, square, one);
+    const F signed_far = V::Select(V::Less(x, V::Set(0.0f)), V::Sub(V::Set(0.0f), far), far);
+    return V::Select(V::Less(size, V::Set(0.25f)), V::Mul(near, x), signed_far);
+  }
+
+  // sum over groups of s_k * (int32 dot) for the 64 tokens of a tile. Codes are stored with an offset o (8 or 128), so
+  // dot = sum u * q - o * sum q; V may take 8-bit codes without their offset.
+  template <int N, int kBits>
+  KVFUSE_TARGET static void KeyScoresOf(const SideFormat& side, const uint8_t* bytes, const int8_t* const* codes,
+                                        const int32_t* const* code_sums, float* scores, const uint8_t* next) {
+    constexpr int kOffset = kBits == 4 ? 8 : V::kByteOffset, kLine = 64 * (kPageTokens / 16);
+    constexpr int kChannels = kBits == 4 ? 8 : 4;
+    for (int token = 0; token < kPageTokens; token += 16)
+      for (int g = 0; g < side.groups(); ++g) {
+        const int first = g * side.group_width(), last = std::min(side.dim, first + side.group_width());
+        const uint8_t* line = bytes + token * 4 + first / kChannels * kLine;
+        I dots[N][kParts];
+        for (int i = 0; i < N; ++i)
+          for (int p = 0; p < kParts; ++p) dots[i][p] = V::SetInt(-kOffset * code_sums[i][g]);
+        for (int c = first; c < last;) {
+          const int end = kBits == 4 ? std::min(last, c + V::kSteps / 2 * 8) : last;
+          Sum sums[N][kParts];
+          for (int i = 0; i < N; ++i)
+            for (int p = 0; p < kParts; ++p) sums[i][p] = V::NoSum();
+          for (; c < end; c += kChannels, line += kLine) {
+            if (next != nullptr) __builtin_prefetch(next + (line - bytes));
+            for (int p = 0; p < kParts; ++p) {
+              const B u = V::LoadBytes(line + p * 4 * kLanes);
+              if constexpr (kBits == 4) {
+                const B low = V::LowNibbles(u), high = V::HighNibbles(u);
+                for (int i = 0; i < N; ++i) sums[i][p] = V::Step(sums[i][p], low, V::Broadcast4(codes[i] + c));
+                for (int i = 0; i < N; ++i) sums[i][p] = V::Step(sums[i][p], high, V::Broadcast4(codes[i] + c + 4));
+              } else {
+                const B code = V::ByteCodes(u);
+                for (int i = 0; i < N; ++i) dots[i][p] = V::ByteStep(dots[i][p], code, V::Broadcast4(codes[i] + c));
+              }
+            }
+          }
+          if constexpr (kBits == 4)
+            for (int i = 0; i < N; ++i)
+              for (int p = 0; p < kParts; ++p) dots[i][p] = V::Flush(dots[i][p], sums[i][p]);
+        }
+        for (int p = 0; p < kParts; ++p) {
+          const F scales = Scales(side, bytes, g, token + p * kLanes);
+          for (int i = 0; i < N; ++i) {
+            float* at = scores + i * kPageTokens + token + p * kLanes;
+            const F score = V::Mul(scales, V::ToFloat(dots[i][p]));
+            V::Store(at, g == 0 ? score : V::Add(V::Load(at), score));
+          }
+        }
+      }
+  }
+
+  // sum[c] += factor * (sum over tokens of (256 * high + low) * code), kLanes channels of either nibble at a time.
+  template <int N, int kBits>
+  KVFUSE_TARGET static void AddSplitValuesOf(const SideFormat& side, const uint8_t* bytes, uint64_t seen,
+                                             const Planes* planes, float* const* sums, const uint8_t* next) {
+    const int begin = __builtin_ctzll(seen) / 4, end = (63 - __builtin_clzll(seen)) / 4 + 1;
+    for (int c = 0; c < side.dim;) {
+      const tiles::ValueChunk chunk = tiles::ValueChunkAt(side, c);
+      const Planes* plane[N];
+      for (int i = 0; i < N; ++i) plane[i] = planes + i * side.groups() + c / side.group_width();
+      for (int lane = 0; lane < chunk.lanes; lane += kLanes) {
+        const uint8_t* column = bytes + chunk.offset + lane * 4;
+        if (next != nullptr && lane == 0)
+          for (int l = 0; l < 16; ++l) __builtin_prefetch(next + chunk.offset + l * 4 * chunk.lanes);
+        I dots[N][2];
+        if constexpr (kBits == 4)
+          NibbleColumn<N>(column, chunk.lanes, begin, end, plane, dots);
+        else
+          ByteColumn<N>(column, chunk.lanes, begin, end, plane, dots);
+        for (int i = 0; i < N; ++i)
+          for (int half = 0; half < 8 / kBits; ++half) {
+            float* at = sums[i] + c + half * chunk.lanes + lane;
+            const F grown = V::MulAdd(V::Set(plane[i]->factor), V::ToFloat(dots[i][half]), Load(at, chunk.lanes));
+            Store(at, grown, chunk.lanes);
+          }
+      }
+      c += chunk.width;
+    }
+  }
+
+  template <int N>
+  KVFUSE_INLINE void NibbleColumn(const uint8_t* column, int lanes, int begin, int end, const Planes* const* plane,
+                                  I (*dots)[2]) {
+    for (int i = 0; i < N; ++i) dots[i][0] = dots[i][1] = V::SetInt(-8 * plane[i]->sum);
+    for (int l = begin; l < end;) {
+      const int stop = std::min(end, l + V::kSteps);
+      Sum low_low[N], low_high[N], high_low[N], high_high[N];  // nibble, plane
+      for (int i = 0; i < N; ++i) low_low[i] = low_high[i] = high_low[i] = high_high[i] = V::NoSum();
+      for (; l < stop; ++l) {
+        const B u = LoadLanes(column + l * 4 * lanes, lanes), low = V::LowNibbles(u), high = V::HighNibbles(u);
+        for (int i = 0; i < N; ++i) {
+          const B h4 = V::Broadcast4(plane[i]->high + 4 * l), l4 = V::Broadcast4(plane[i]->low + 4 * l);
+          low_high[i] = V::Step(low_high[i], low, h4);
+          low_low[i] = V::Step(low_low[i], low, l4);
+          high_high[i] = V::Step(high_high[i], high, h4);
+          high_low[i] = V::Step(high_low[i], high, l4);
+        }
+      }
+      for (int i = 0; i < N; ++i) {
+        dots[i][0] = V::FlushPlanes(dots[i][0], low_high[i], low_low[i]);
+        dots[i][1] = V::FlushPlanes(dots[i][1], high_high[i], high_low[i]);
+      }
+    }
+  }
+
+  template <int N>
+  KVFUSE_INLINE void ByteColumn(const uint8_t* column, int lanes, int begin, int end, const Planes* const* plane,
+                                I (*dots)[2]) {
+    I high[N], low[N];
+    for (int i = 0; i < N; ++i) high[i] = V::SetInt(0), low[i] = V::SetInt(-V::kByteOffset * plane[i]->sum);
+    for (int l = begin; l < end; ++l) {
+      const B code = V::ByteCodes(LoadLanes(column + l * 4 * lanes, lanes));
+      for (int i = 0; i < N; ++i) {
+        high[i] = V::ByteStep(high[i], code, V::Broadcast4(plane[i]->high + 4 * l));
+        low[i] = V::ByteStep(low[i], code, V::Broadcast4(plane[i]->low + 4 * l));
+      }
+    }
+    // at most 64 tokens * 32639 * 255 < 2^30
+    for (int i = 0; i < N; ++i) dots[i][0] = V::AddInt(V::template ShiftLeft<8>(high[i]), low[i]);
+  }
+};
+
+}  // namespace kvfuse
