@@ -4,6 +4,10 @@
 // functions of shared headers would be compiled for it too, and the linker might keep those for everyone.
 #include "avx512_vnni.h"
 
+#include "machine.h"
+
+#if defined(KVFUSE_X86)
+
 #include <immintrin.h>
 
 #include "tile_encode.h"
@@ -292,6 +296,7 @@ struct Isa {
     const __m512 query_scale = _mm512_set1_ps(args.query_scale), cap = _mm512_set1_ps(args.softcap);
     __m512 scores[kPageTokens / 16], largest = hidden;
     __mmask16 nan = 0;
+    uint64_t visible = 0;
     for (int i = 0; i < kPageTokens / 16; ++i) {
       const int t = 16 * i;
       const auto low = static_cast<__mmask16>(args.low_mask >> t), exact = static_cast<__mmask16>(args.exact_mask >> t);
@@ -305,11 +310,12 @@ struct Isa {
             score, args.bias_stride == 0 ? _mm512_set1_ps(*args.bias) : _mm512_maskz_loadu_ps(seen, args.bias + t));
       scores[i] = _mm512_mask_mov_ps(hidden, seen, score);
       nan |= _mm512_cmp_ps_mask(scores[i], scores[i], _CMP_UNORD_Q);
+      visible |= uint64_t{_mm512_cmp_ps_mask(scores[i], hidden, _CMP_NEQ_UQ)} << t;
       largest = _mm512_max_ps(scores[i], largest);  // the second operand is kept beside a NaN
     }
     float maximum = _mm512_reduce_max_ps(largest);
     if (maximum == kNegativeInfinity) {
-      if (nan == 0) return {kNegativeInfinity, 0.0f};
+      if (nan == 0) return {kNegativeInfinity, 0.0f, 0};
       maximum = 0.0f;
     }
     const __m512 top = _mm512_set1_ps(maximum);
@@ -319,7 +325,7 @@ struct Isa {
       sum = _mm512_add_ps(sum, weight);
       _mm512_store_ps(weights + 16 * i, weight);
     }
-    return {maximum, _mm512_reduce_add_ps(sum)};
+    return {maximum, _mm512_reduce_add_ps(sum), visible};
   }
 
   // One group's weights times scales as 16-bit integers in two planes. False when they are too small to divide by.
@@ -401,3 +407,5 @@ struct Isa {
 KernelTable Table() { return tiles::Table<Isa>("avx512_vnni"); }
 
 }  // namespace kvfuse::avx512_vnni
+
+#endif

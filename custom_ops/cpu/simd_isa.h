@@ -157,12 +157,16 @@ struct SimdIsa {
     const F hidden = V::Set(kNegativeInfinity), zero = V::Set(0.0f), scale = V::Set(args.scale);
     const F query_scale = V::Set(args.query_scale), cap = V::Set(args.softcap);
     F scores[kVectors], largest = hidden, odd = zero;
+    uint64_t hiding = 0;
     for (int i = 0; i < kVectors; ++i) {
       const int t = i * kLanes;
       const int low = static_cast<int>(args.low_mask >> t) & V::kAllBits;
       const int exact = static_cast<int>(args.exact_mask >> t) & V::kAllBits;
       scores[i] = hidden;
-      if ((low | exact) == 0) continue;
+      if ((low | exact) == 0) {
+        hiding |= static_cast<uint64_t>(V::kAllBits) << t;
+        continue;
+      }
       const auto is_low = V::Mask(low), is_exact = V::Mask(exact), seen = V::Mask(low | exact);
       // Lanes that are not asked for may hold anything, a signalling NaN as well: they are chosen away first.
       F score = V::Mul(scale, V::Mul(query_scale, V::Select(is_low, V::Load(args.low + t), zero)));
@@ -173,12 +177,13 @@ struct SimdIsa {
         score = V::Add(score, args.bias_stride == 0 ? V::Set(*args.bias) : LoadSeen(args.bias + t, low | exact));
       scores[i] = V::Select(seen, score, hidden);
       odd = V::Select(V::Equal(scores[i], scores[i]), odd, scores[i]);
+      hiding |= static_cast<uint64_t>(V::Bits(V::Equal(scores[i], hidden))) << t;
       largest = V::MaxNumber(scores[i], largest);
     }
     float maximum = V::ReduceMax(largest);
     if (maximum == kNegativeInfinity) {
       const bool nan = V::ReduceAdd(odd) != 0.0f;
-      if (!nan) return {kNegativeInfinity, 0.0f};
+      if (!nan) return {kNegativeInfinity, 0.0f, 0};
       maximum = 0.0f;
     }
     const F top = V::Set(maximum);
@@ -188,7 +193,7 @@ struct SimdIsa {
       sum = V::Add(sum, weight);
       V::Store(weights + i * kLanes, weight);
     }
-    return {maximum, V::ReduceAdd(sum)};
+    return {maximum, V::ReduceAdd(sum), ~hiding};
   }
 
   // One group's weights times scales as 16-bit integers in two planes. False when they are too small to divide by.
@@ -251,8 +256,8 @@ struct SimdIsa {
           F total = Load(at, chunk.lanes);
           for (uint64_t left = mask; left != 0; left &= left - 1) {
             const int t = __builtin_ctzll(left);
-            const I line = V::ToInts(
-                LoadLanes(bytes + chunk.offset + (int64_t{t / 4} * chunk.lanes + lane) * 4, chunk.lanes));
+            const I line =
+                V::ToInts(LoadLanes(bytes + chunk.offset + (int64_t{t / 4} * chunk.lanes + lane) * 4, chunk.lanes));
             const I code = V::AndInt(V::ShiftRightBy(line, t % 4 * 8 + half * 4), code_mask);
             const int group = c / side.group_width();
             const float scale = reference::ScaleOf(side, bytes + tiles::ScaleOffset(side, group, t), 0);
@@ -308,9 +313,7 @@ struct SimdIsa {
     const I whole = V::ToInt(n), half = V::template ShiftRight<1>(whole);
     return V::Mul(V::Mul(p, PowerOfTwo(half)), PowerOfTwo(V::SubInt(whole, half)));
   }
-  KVFUSE_INLINE F PowerOfTwo(I n) {
-    return V::AsFloat(V::template ShiftLeft<23>(V::AddInt(n, V::SetInt(127))));
-  }
+  KVFUSE_INLINE F PowerOfTwo(I n) { return V::AsFloat(V::template ShiftLeft<23>(V::AddInt(n, V::SetInt(127)))); }
 
   // tanh, off by less than 2e-7: (1 - e) / (1 + e) with e = exp(-2 |x|), and a Taylor series near 0.
   KVFUSE_INLINE F Tanh(F x) {

@@ -41,6 +41,7 @@ struct SoftmaxArgs {
 };
 struct SoftmaxSums {
   float maximum, sum;  // of the scores, and of the weights exp(score - maximum); kNegativeInfinity, 0 when none is seen
+  uint64_t seen;       // tokens with a score above minus infinity: a bias hides the others, values and all
 };
 
 // One query's weights as integers, for one group of channels: weight * scale = factor * (256 * high + low).
@@ -152,7 +153,6 @@ class TileAttention {
       if (seen == 0) continue;
       factors[i] =
           Weigh(queries[i], tile, low_masks[i], exact_masks[i], low_ + i * kPageTokens, weights_ + i * kPageTokens);
-      if (factors[i] == kHidden) low_masks[i] = exact_masks[i] = 0;  // a bias hides all of them
     }
     if (low_any != 0) LowValues(queries, n, tile, low_masks, factors, next);
     for (int i = 0; i < n; ++i) {
@@ -185,9 +185,8 @@ class TileAttention {
   }
 
   // Turns scores into softmax weights relative to the tile's maximum, and takes the running maximum further. What
-  // comes back brings those weights to it; kHidden when no token has a weight.
-  static constexpr float kHidden = -1.0f;
-  float Weigh(TileQuery& query, int64_t tile, uint64_t low_mask, uint64_t exact_mask, const float* low,
+  // comes back brings those weights to it. The masks lose the tokens that a bias hides.
+  float Weigh(TileQuery& query, int64_t tile, uint64_t& low_mask, uint64_t& exact_mask, const float* low,
               float* weights) {
     if (exact_mask != 0) {
       ExactRows(true, tile, exact_mask);
@@ -201,7 +200,8 @@ class TileAttention {
     }
     if (query.bias != nullptr) softmax.bias = query.bias + tile * step_.bias_key_stride;
     const SoftmaxSums sums = Isa::Softmax(softmax, weights);
-    if (sums.sum == 0.0f) return kHidden;
+    low_mask &= sums.seen, exact_mask &= sums.seen;
+    if (sums.seen == 0) return 0.0f;
     Partial& result = query.result;
     float factor = 1.0f;
     if (sums.maximum > *result.maximum) {
