@@ -50,7 +50,8 @@ struct Case {
   int64_t past = 0, count = 1;  // cached tokens, tokens of the chunk
   float scale = 1.0f, softcap = 0.0f;
   bool causal = true, padding = false, head_sink = false, outlier_key = false;
-  int bias = 0;  // 0 none; 1 per head, query and key; 2 the same for all heads and queries
+  bool exact_weights = false;  // as KVFUSE_WEIGHTS=exact
+  int bias = 0;                // 0 none; 1 per head, query and key; 2 the same for all heads and queries
   Poison poison = Poison::kNone;
 
   int64_t total() const { return past + count; }
@@ -59,8 +60,8 @@ struct Case {
     return "seed " + std::to_string(seed) + ": " + format.Describe() + ", group " + std::to_string(group) + ", past " +
            std::to_string(past) + ", count " + std::to_string(count) + (causal ? ", causal" : "") +
            (padding ? ", padding" : "") + (head_sink ? ", head sink" : "") + (outlier_key ? ", outlier key" : "") +
-           ", bias " + std::to_string(bias) + ", softcap " + std::to_string(softcap) + ", poison " +
-           std::to_string(static_cast<int>(poison));
+           (exact_weights ? ", exact weights" : "") + ", bias " + std::to_string(bias) + ", softcap " +
+           std::to_string(softcap) + ", poison " + std::to_string(static_cast<int>(poison));
   }
 };
 
