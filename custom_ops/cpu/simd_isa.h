@@ -81,15 +81,17 @@ struct SimdIsa {
     }
   }
 
-  // int8 codes of a rotated query; gives their scale.
-  KVFUSE_TARGET static float QuantizeQuery(const float* row, int dim, int8_t* codes) {
-    if (!Finite(row, dim)) {
-      std::memset(codes, 0, dim);
+  // int8 codes of a rotated query and their sums by key group; gives their scale.
+  KVFUSE_TARGET static float QuantizeQuery(const SideFormat& side, const float* row, int8_t* codes, int32_t* sums) {
+    std::fill(sums, sums + side.groups(), 0);
+    if (!Finite(row, side.dim)) {
+      std::memset(codes, 0, side.dim);
       return std::numeric_limits<float>::quiet_NaN();
     }
-    float scale = std::fabs(Extreme(row, dim)) / 127.0f;
+    float scale = std::fabs(Extreme(row, side.dim)) / 127.0f;
     if (scale == 0.0f) scale = 1.0f;
-    Codes(row, dim, scale, -127, 127, 0, reinterpret_cast<uint8_t*>(codes));
+    Codes(row, side.dim, scale, -127, 127, 0, reinterpret_cast<uint8_t*>(codes));
+    for (int c = 0; c < side.dim; ++c) sums[c / side.group_width()] += codes[c];
     return scale;
   }
 
@@ -99,7 +101,9 @@ struct SimdIsa {
     return mask;
   }
 
-  KVFUSE_TARGET static float Exp(float x) { return V::First(Exp(V::Set(x))); }
+  KVFUSE_TARGET static void Exp(const float* x, int count, float* out) {
+    for (int i = 0; i < count; i += kLanes) Store(out + i, Exp(Load(x + i, count - i)), count - i);
+  }
 
   static void KeyScores(const SideFormat& side, const uint8_t* bytes, const int8_t* const* codes,
                         const int32_t* const* sums, int n, float* scores, const uint8_t* next) {
@@ -196,51 +200,56 @@ struct SimdIsa {
     return {maximum, V::ReduceAdd(sum), ~hiding};
   }
 
-  // One group's weights times scales as 16-bit integers in two planes. False when they are too small to divide by.
-  KVFUSE_TARGET static bool Split(const SideFormat& side, const uint8_t* bytes, int group, uint64_t mask,
-                                  const float* weights, float factor, Planes& planes) {
-    F products[kVectors], largest = V::Set(0.0f), odd = largest;
-    const F zero = largest;
-    for (int i = 0; i < kVectors; ++i) {
-      const int t = i * kLanes, seen = static_cast<int>(mask >> t) & V::kAllBits;
-      products[i] = zero;
+  // The weights of query i times the scales of each group as 16-bit integers in two planes. False when they are too
+  // small to divide by.
+  KVFUSE_TARGET static bool Split(const SideFormat& side, const uint8_t* bytes, uint64_t mask, const float* weights,
+                                  float factor, int i, Planes* planes) {
+    const F zero = V::Set(0.0f);
+    F largest = zero, odd = zero;  // odd: NaN once a product is not finite
+    for (int t = 0; t < kPageTokens; t += kLanes) {
+      const int seen = static_cast<int>(mask >> t) & V::kAllBits;
       if (seen == 0) continue;
-      products[i] = V::Select(V::Mask(seen), V::Mul(V::Load(weights + t), Scales(side, bytes, group, t)), zero);
-      odd = V::Add(odd, V::Sub(products[i], products[i]));
-      largest = V::MaxNumber(V::Abs(products[i]), largest);
+      const F weight = V::Load(weights + t);
+      for (int g = 0; g < side.groups(); ++g) {
+        const F x = V::Select(V::Mask(seen), V::Mul(weight, Scales(side, bytes, g, t)), zero);
+        odd = V::Add(odd, V::Sub(x, x));
+        largest = V::MaxNumber(V::Abs(x), largest);
+      }
     }
-    const float size = V::ReduceMax(largest);
-    if (!(V::ReduceAdd(odd) == 0.0f)) {
-      planes.factor = std::numeric_limits<float>::quiet_NaN();
-      planes.sum = 0;
-      std::memset(planes.high, 0, kPageTokens);
-      std::memset(planes.low, 0, kPageTokens);
-      return true;
-    }
+    const bool finite = V::ReduceAdd(odd) == 0.0f;
+    const float size = finite ? V::ReduceMax(largest) : 0.0f;
     if (size < 1e-30f && size > 0.0f) return false;
     const F inverse = V::Set(size == 0.0f ? 0.0f : 32512.0f / size);  // 127 * 256
-    I sum = V::SetInt(0);
-    for (int i = 0; i < kVectors; ++i) {
-      const I whole = V::ToInt(V::Mul(products[i], inverse));
-      sum = V::AddInt(sum, whole);
-      V::StoreBytes(reinterpret_cast<uint8_t*>(planes.high) + i * kLanes,
-                    V::template ShiftRight<8>(V::AddInt(whole, V::SetInt(128))), kLanes);
-      V::StoreBytes(reinterpret_cast<uint8_t*>(planes.low) + i * kLanes, whole, kLanes);
+    const float step = finite ? size / 32512.0f : std::numeric_limits<float>::quiet_NaN();
+    for (int g = 0; g < side.groups(); ++g) {
+      auto* high = reinterpret_cast<uint8_t*>(planes[g].high) + i * tiles::kPlaneStride;
+      auto* low = reinterpret_cast<uint8_t*>(planes[g].low) + i * tiles::kPlaneStride;
+      I sum = V::SetInt(0);
+      for (int t = 0; t < kPageTokens; t += kLanes) {
+        const int seen = static_cast<int>(mask >> t) & V::kAllBits;
+        I whole = V::SetInt(0);
+        if (seen != 0 && size != 0.0f) {
+          const F x = V::Mul(V::Load(weights + t), Scales(side, bytes, g, t));
+          whole = V::ToInt(V::Mul(V::Select(V::Mask(seen), x, zero), inverse));
+        }
+        sum = V::AddInt(sum, whole);
+        V::StoreBytes(high + t, V::template ShiftRight<8>(V::AddInt(whole, V::SetInt(128))), kLanes);
+        V::StoreBytes(low + t, whole, kLanes);
+      }
+      planes[g].sums[i] = V::ReduceAddInt(sum);
+      planes[g].factors[i] = step * factor;
     }
-    planes.sum = V::ReduceAddInt(sum);
-    planes.factor = (size == 0.0f ? 0.0f : size / 32512.0f) * factor;
     return true;
   }
 
   static void AddSplitValues(const SideFormat& side, const uint8_t* bytes, uint64_t seen, const Planes* planes, int n,
                              float* const* sums, const uint8_t* next) {
     using Function =
-        void (*)(const SideFormat&, const uint8_t*, uint64_t, const Planes*, float* const*, const uint8_t*);
+        void (*)(const SideFormat&, const uint8_t*, uint64_t, const Planes*, int, float* const*, const uint8_t*);
     static constexpr Function four[] = {AddSplitValuesOf<1, 4>, AddSplitValuesOf<2, 4>};
     static constexpr Function eight[] = {AddSplitValuesOf<1, 8>, AddSplitValuesOf<2, 8>};
     for (int i = 0; i < n; i += 2)  // two at a time: what the registers hold
-      (side.bits == 4 ? four : eight)[n - i > 1](side, bytes, seen, planes + i * side.groups(), sums + i,
-                                                 i == 0 ? next : nullptr);
+      (side.bits == 4 ? four : eight)[n - i > 1](side, bytes, seen, planes, i, sums, next);
   }
 
   // The same in f32: sum[c] += factor * weights[t] * scale * code for the tokens of `mask`.
@@ -348,7 +357,7 @@ struct SimdIsa {
           for (int i = 0; i < N; ++i)
             for (int p = 0; p < kParts; ++p) sums[i][p] = V::NoSum();
           for (; c < end; c += kChannels, line += kLine) {
-            if (next != nullptr) __builtin_prefetch(next + (line - bytes));
+            __builtin_prefetch(next + (line - bytes));
             for (int p = 0; p < kParts; ++p) {
               const B u = V::LoadBytes(line + p * 4 * kLanes);
               if constexpr (kBits == 4) {
@@ -376,74 +385,77 @@ struct SimdIsa {
       }
   }
 
-  // sum[c] += factor * (sum over tokens of (256 * high + low) * code), kLanes channels of either nibble at a time.
+  // sum[c] += factor * (sum over tokens of (256 * high + low) * code), kLanes channels of either nibble at a time, for
+  // N queries from the one of number `first` on.
   template <int N, int kBits>
   KVFUSE_TARGET static void AddSplitValuesOf(const SideFormat& side, const uint8_t* bytes, uint64_t seen,
-                                             const Planes* planes, float* const* sums, const uint8_t* next) {
+                                             const Planes* planes, int first, float* const* sums, const uint8_t* next) {
     const int begin = __builtin_ctzll(seen) / 4, end = (63 - __builtin_clzll(seen)) / 4 + 1;
     for (int c = 0; c < side.dim;) {
       const tiles::ValueChunk chunk = tiles::ValueChunkAt(side, c);
-      const Planes* plane[N];
-      for (int i = 0; i < N; ++i) plane[i] = planes + i * side.groups() + c / side.group_width();
+      const Planes& plane = planes[c / side.group_width()];
+      const int8_t* high = plane.high + first * tiles::kPlaneStride;
+      for (int l = 0; first == 0 && l < 16; ++l) __builtin_prefetch(next + chunk.offset + l * 4 * chunk.lanes);
       for (int lane = 0; lane < chunk.lanes; lane += kLanes) {
         const uint8_t* column = bytes + chunk.offset + lane * 4;
-        if (next != nullptr && lane == 0)
-          for (int l = 0; l < 16; ++l) __builtin_prefetch(next + chunk.offset + l * 4 * chunk.lanes);
         I dots[N][2];
         if constexpr (kBits == 4)
-          NibbleColumn<N>(column, chunk.lanes, begin, end, plane, dots);
+          NibbleColumn<N>(column, chunk.lanes, begin, end, high, plane.sums + first, dots);
         else
-          ByteColumn<N>(column, chunk.lanes, begin, end, plane, dots);
+          ByteColumn<N>(column, chunk.lanes, begin, end, high, plane.sums + first, dots);
         for (int i = 0; i < N; ++i)
           for (int half = 0; half < 8 / kBits; ++half) {
-            float* at = sums[i] + c + half * chunk.lanes + lane;
-            const F grown = V::MulAdd(V::Set(plane[i]->factor), V::ToFloat(dots[i][half]), Load(at, chunk.lanes));
-            Store(at, grown, chunk.lanes);
+            float* at = sums[first + i] + c + half * chunk.lanes + lane;
+            const F factor = V::Set(plane.factors[first + i]);
+            Store(at, V::MulAdd(factor, V::ToFloat(dots[i][half]), Load(at, chunk.lanes)), chunk.lanes);
           }
       }
       c += chunk.width;
     }
   }
 
+  // `high` is the upper plane of the first query, the lower one kPageTokens behind it; `sums` of 256 * high + low.
   template <int N>
-  KVFUSE_INLINE void NibbleColumn(const uint8_t* column, int lanes, int begin, int end, const Planes* const* plane,
-                                  I (*dots)[2]) {
-    for (int i = 0; i < N; ++i) dots[i][0] = dots[i][1] = V::SetInt(-8 * plane[i]->sum);
+  KVFUSE_INLINE void NibbleColumn(const uint8_t* column, int lanes, int begin, int end, const int8_t* high,
+                                  const int32_t* sums, I (*dots)[2]) {
+    for (int i = 0; i < N; ++i) dots[i][0] = dots[i][1] = V::SetInt(-8 * sums[i]);
     for (int l = begin; l < end;) {
       const int stop = std::min(end, l + V::kSteps);
-      Sum low_low[N], low_high[N], high_low[N], high_high[N];  // nibble, plane
-      for (int i = 0; i < N; ++i) low_low[i] = low_high[i] = high_low[i] = high_high[i] = V::NoSum();
+      Sum parts[N][4];  // lower nibble under either plane, upper nibble under either plane
+      for (int i = 0; i < N; ++i)
+        for (Sum& part : parts[i]) part = V::NoSum();
       for (; l < stop; ++l) {
-        const B u = LoadLanes(column + l * 4 * lanes, lanes), low = V::LowNibbles(u), high = V::HighNibbles(u);
+        const B u = LoadLanes(column + l * 4 * lanes, lanes), lower = V::LowNibbles(u), upper = V::HighNibbles(u);
         for (int i = 0; i < N; ++i) {
-          const B h4 = V::Broadcast4(plane[i]->high + 4 * l), l4 = V::Broadcast4(plane[i]->low + 4 * l);
-          low_high[i] = V::Step(low_high[i], low, h4);
-          low_low[i] = V::Step(low_low[i], low, l4);
-          high_high[i] = V::Step(high_high[i], high, h4);
-          high_low[i] = V::Step(high_low[i], high, l4);
+          const int8_t* at = high + i * tiles::kPlaneStride + 4 * l;
+          const B h4 = V::Broadcast4(at), l4 = V::Broadcast4(at + kPageTokens);
+          parts[i][0] = V::Step(parts[i][0], lower, h4);
+          parts[i][1] = V::Step(parts[i][1], lower, l4);
+          parts[i][2] = V::Step(parts[i][2], upper, h4);
+          parts[i][3] = V::Step(parts[i][3], upper, l4);
         }
       }
-      for (int i = 0; i < N; ++i) {
-        dots[i][0] = V::FlushPlanes(dots[i][0], low_high[i], low_low[i]);
-        dots[i][1] = V::FlushPlanes(dots[i][1], high_high[i], high_low[i]);
-      }
+      for (int i = 0; i < N; ++i)
+        for (int half = 0; half < 2; ++half)
+          dots[i][half] = V::FlushPlanes(dots[i][half], parts[i][2 * half], parts[i][2 * half + 1]);
     }
   }
 
   template <int N>
-  KVFUSE_INLINE void ByteColumn(const uint8_t* column, int lanes, int begin, int end, const Planes* const* plane,
-                                I (*dots)[2]) {
-    I high[N], low[N];
-    for (int i = 0; i < N; ++i) high[i] = V::SetInt(0), low[i] = V::SetInt(-V::kByteOffset * plane[i]->sum);
+  KVFUSE_INLINE void ByteColumn(const uint8_t* column, int lanes, int begin, int end, const int8_t* high,
+                                const int32_t* sums, I (*dots)[2]) {
+    I upper[N], lower[N];
+    for (int i = 0; i < N; ++i) upper[i] = V::SetInt(0), lower[i] = V::SetInt(-V::kByteOffset * sums[i]);
     for (int l = begin; l < end; ++l) {
       const B code = V::ByteCodes(LoadLanes(column + l * 4 * lanes, lanes));
       for (int i = 0; i < N; ++i) {
-        high[i] = V::ByteStep(high[i], code, V::Broadcast4(plane[i]->high + 4 * l));
-        low[i] = V::ByteStep(low[i], code, V::Broadcast4(plane[i]->low + 4 * l));
+        const int8_t* at = high + i * tiles::kPlaneStride + 4 * l;
+        upper[i] = V::ByteStep(upper[i], code, V::Broadcast4(at));
+        lower[i] = V::ByteStep(lower[i], code, V::Broadcast4(at + kPageTokens));
       }
     }
     // at most 64 tokens * 32639 * 255 < 2^30
-    for (int i = 0; i < N; ++i) dots[i][0] = V::AddInt(V::template ShiftLeft<8>(high[i]), low[i]);
+    for (int i = 0; i < N; ++i) dots[i][0] = V::AddInt(V::template ShiftLeft<8>(upper[i]), lower[i]);
   }
 };
 
