@@ -46,8 +46,7 @@ struct Vectors {
   KVFUSE_INLINE F Max(F a, F b) { return _mm256_max_ps(a, b); }
   KVFUSE_INLINE F MaxNumber(F a, F b) { return _mm256_max_ps(a, b); }  // b when a is NaN
   KVFUSE_INLINE F Abs(F x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
-  KVFUSE_INLINE F Round(F x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-  KVFUSE_INLINE float First(F x) { return _mm256_cvtss_f32(x); }
+  KVFUSE_INLINE F Floor(F x) { return _mm256_floor_ps(x); }
   KVFUSE_INLINE float ReduceAdd(F x) {
     __m128 half = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     half = _mm_add_ps(half, _mm_movehl_ps(half, half));
@@ -81,7 +80,9 @@ struct Vectors {
   KVFUSE_INLINE I AndInt(I a, I b) { return _mm256_and_si256(a, b); }
   KVFUSE_INLINE I ToInt(F x) { return _mm256_cvtps_epi32(x); }  // rounds to nearest even
   KVFUSE_INLINE F ToFloat(I x) { return _mm256_cvtepi32_ps(x); }
-  KVFUSE_INLINE F AsFloat(I x) { return _mm256_castsi256_ps(x); }
+  KVFUSE_INLINE F AddToExponent(F x, I n) {
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), _mm256_slli_epi32(n, 23)));
+  }
   KVFUSE_INLINE I ToInts(B x) { return x; }
   template <int kBits>
   KVFUSE_INLINE I ShiftLeft(I x) {

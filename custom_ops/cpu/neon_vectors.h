@@ -49,8 +49,7 @@ struct Vectors {
   KVFUSE_INLINE F Max(F a, F b) { return vmaxq_f32(a, b); }
   KVFUSE_INLINE F MaxNumber(F a, F b) { return vmaxnmq_f32(a, b); }  // the other one where one is NaN
   KVFUSE_INLINE F Abs(F x) { return vabsq_f32(x); }
-  KVFUSE_INLINE F Round(F x) { return vrndnq_f32(x); }
-  KVFUSE_INLINE float First(F x) { return vgetq_lane_f32(x, 0); }
+  KVFUSE_INLINE F Floor(F x) { return vrndmq_f32(x); }
   KVFUSE_INLINE float ReduceAdd(F x) { return vaddvq_f32(x); }
   KVFUSE_INLINE float ReduceMax(F x) { return vmaxnmvq_f32(x); }
   // Stages 1 and 2: lane i and its partner p become i + p, or p - i where i is the upper.
@@ -79,7 +78,9 @@ struct Vectors {
   KVFUSE_INLINE I AndInt(I a, I b) { return vandq_s32(a, b); }
   KVFUSE_INLINE I ToInt(F x) { return vcvtnq_s32_f32(x); }  // rounds to nearest even
   KVFUSE_INLINE F ToFloat(I x) { return vcvtq_f32_s32(x); }
-  KVFUSE_INLINE F AsFloat(I x) { return vreinterpretq_f32_s32(x); }
+  KVFUSE_INLINE F AddToExponent(F x, I n) {
+    return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(x), vshlq_n_s32(n, 23)));
+  }
   KVFUSE_INLINE I ToInts(B x) { return vreinterpretq_s32_s8(x); }
   template <int kBits>
   KVFUSE_INLINE I ShiftLeft(I x) {

@@ -83,15 +83,20 @@ struct SimdIsa {
 
   // int8 codes of a rotated query and their sums by key group; gives their scale.
   KVFUSE_TARGET static float QuantizeQuery(const SideFormat& side, const float* row, int8_t* codes, int32_t* sums) {
-    std::fill(sums, sums + side.groups(), 0);
     if (!Finite(row, side.dim)) {
+      std::fill(sums, sums + side.groups(), 0);
       std::memset(codes, 0, side.dim);
       return std::numeric_limits<float>::quiet_NaN();
     }
     float scale = std::fabs(Extreme(row, side.dim)) / 127.0f;
     if (scale == 0.0f) scale = 1.0f;
     Codes(row, side.dim, scale, -127, 127, 0, reinterpret_cast<uint8_t*>(codes));
-    for (int c = 0; c < side.dim; ++c) sums[c / side.group_width()] += codes[c];
+    for (int g = 0; g < side.groups(); ++g) {
+      const int first = g * side.group_width(), last = std::min(side.dim, first + side.group_width());
+      int32_t sum = 0;
+      for (int c = first; c < last; ++c) sum += codes[c];
+      sums[g] = sum;
+    }
     return scale;
   }
 
@@ -158,64 +163,65 @@ struct SimdIsa {
   }
 
   KVFUSE_TARGET static tiles::SoftmaxSums Softmax(const tiles::SoftmaxArgs& args, float* weights) {
-    const F hidden = V::Set(kNegativeInfinity), zero = V::Set(0.0f), scale = V::Set(args.scale);
+    const F hidden = V::Set(kNegativeInfinity), scale = V::Set(args.scale);
     const F query_scale = V::Set(args.query_scale), cap = V::Set(args.softcap);
-    F scores[kVectors], largest = hidden, odd = zero;
-    uint64_t hiding = 0;
+    const uint64_t seen = args.low_mask | args.exact_mask;
+    F scores[kVectors];
+    // Lanes that no mask names hold anything until they are hidden below.
+    for (int i = 0; i < kVectors; ++i) scores[i] = V::Mul(scale, V::Mul(query_scale, V::Load(args.low + i * kLanes)));
+    for (int i = 0; args.addend != nullptr && i < kVectors; ++i)
+      scores[i] = V::Add(scores[i], V::Load(args.addend + i * kLanes));
+    for (int i = 0; args.exact_mask != 0 && i < kVectors; ++i) {
+      const F exact = V::Mul(scale, V::Load(args.exact + i * kLanes));
+      scores[i] = V::Select(V::Mask(Bits(args.exact_mask, i)), exact, scores[i]);
+    }
+    for (int i = 0; args.softcap > 0.0f && i < kVectors; ++i) scores[i] = V::Mul(cap, Tanh(V::Div(scores[i], cap)));
+    for (int i = 0; args.bias != nullptr && i < kVectors; ++i) {
+      if (Bits(seen, i) == 0) continue;
+      const F bias = args.bias_stride == 0 ? V::Set(*args.bias) : LoadSeen(args.bias + i * kLanes, Bits(seen, i));
+      scores[i] = V::Add(scores[i], bias);
+    }
+    uint64_t visible = seen;
+    F largest = hidden;
+    for (int i = 0; seen != ~uint64_t{0} && i < kVectors; ++i)
+      scores[i] = V::Select(V::Mask(Bits(seen, i)), scores[i], hidden);
     for (int i = 0; i < kVectors; ++i) {
-      const int t = i * kLanes;
-      const int low = static_cast<int>(args.low_mask >> t) & V::kAllBits;
-      const int exact = static_cast<int>(args.exact_mask >> t) & V::kAllBits;
-      scores[i] = hidden;
-      if ((low | exact) == 0) {
-        hiding |= static_cast<uint64_t>(V::kAllBits) << t;
-        continue;
-      }
-      const auto is_low = V::Mask(low), is_exact = V::Mask(exact), seen = V::Mask(low | exact);
-      // Lanes that are not asked for may hold anything, a signalling NaN as well: they are chosen away first.
-      F score = V::Mul(scale, V::Mul(query_scale, V::Select(is_low, V::Load(args.low + t), zero)));
-      if (args.addend != nullptr) score = V::Add(score, V::Select(is_low, V::Load(args.addend + t), zero));
-      if (exact != 0) score = V::Select(is_exact, V::Mul(scale, V::Load(args.exact + t)), score);
-      if (args.softcap > 0.0f) score = V::Mul(cap, Tanh(V::Div(score, cap)));
-      if (args.bias != nullptr)
-        score = V::Add(score, args.bias_stride == 0 ? V::Set(*args.bias) : LoadSeen(args.bias + t, low | exact));
-      scores[i] = V::Select(seen, score, hidden);
-      odd = V::Select(V::Equal(scores[i], scores[i]), odd, scores[i]);
-      hiding |= static_cast<uint64_t>(V::Bits(V::Equal(scores[i], hidden))) << t;
+      visible &= ~(static_cast<uint64_t>(V::Bits(V::Equal(scores[i], hidden))) << (i * kLanes));
       largest = V::MaxNumber(scores[i], largest);
     }
     float maximum = V::ReduceMax(largest);
     if (maximum == kNegativeInfinity) {
-      const bool nan = V::ReduceAdd(odd) != 0.0f;
-      if (!nan) return {kNegativeInfinity, 0.0f, 0};
+      if (visible == 0) return {kNegativeInfinity, 0.0f, 0};  // else some are NaN
       maximum = 0.0f;
     }
     const F top = V::Set(maximum);
-    F sum = zero;
+    F sum = V::Set(0.0f);
     for (int i = 0; i < kVectors; ++i) {
       const F weight = Exp(V::Sub(scores[i], top));
       sum = V::Add(sum, weight);
       V::Store(weights + i * kLanes, weight);
     }
-    return {maximum, V::ReduceAdd(sum), ~hiding};
+    return {maximum, V::ReduceAdd(sum), visible};
   }
 
   // The weights of query i times the scales of each group as 16-bit integers in two planes. False when they are too
   // small to divide by.
   KVFUSE_TARGET static bool Split(const SideFormat& side, const uint8_t* bytes, uint64_t mask, const float* weights,
                                   float factor, int i, Planes* planes) {
-    const F zero = V::Set(0.0f);
-    F largest = zero, odd = zero;  // odd: NaN once a product is not finite
-    for (int t = 0; t < kPageTokens; t += kLanes) {
-      const int seen = static_cast<int>(mask >> t) & V::kAllBits;
-      if (seen == 0) continue;
-      const F weight = V::Load(weights + t);
-      for (int g = 0; g < side.groups(); ++g) {
-        const F x = V::Select(V::Mask(seen), V::Mul(weight, Scales(side, bytes, g, t)), zero);
+    // Products are finite or the sum of x - x is NaN. Tokens that are not seen may have any scale: they count as 0.
+    F seen[kVectors], largest = V::Set(0.0f), odd = largest;
+    const F zero = largest;
+    const bool all = mask == ~uint64_t{0};
+    for (int i = 0; i < kVectors; ++i) {
+      seen[i] = V::Load(weights + i * kLanes);
+      if (!all) seen[i] = V::Select(V::Mask(Bits(mask, i)), seen[i], zero);
+    }
+    for (int g = 0; g < side.groups(); ++g)
+      for (int i = 0; i < kVectors; ++i) {
+        const F x = V::Mul(seen[i], SeenScales(side, bytes, g, i, mask));
         odd = V::Add(odd, V::Sub(x, x));
         largest = V::MaxNumber(V::Abs(x), largest);
       }
-    }
     const bool finite = V::ReduceAdd(odd) == 0.0f;
     const float size = finite ? V::ReduceMax(largest) : 0.0f;
     if (size < 1e-30f && size > 0.0f) return false;
@@ -225,16 +231,12 @@ struct SimdIsa {
       auto* high = reinterpret_cast<uint8_t*>(planes[g].high) + i * tiles::kPlaneStride;
       auto* low = reinterpret_cast<uint8_t*>(planes[g].low) + i * tiles::kPlaneStride;
       I sum = V::SetInt(0);
-      for (int t = 0; t < kPageTokens; t += kLanes) {
-        const int seen = static_cast<int>(mask >> t) & V::kAllBits;
-        I whole = V::SetInt(0);
-        if (seen != 0 && size != 0.0f) {
-          const F x = V::Mul(V::Load(weights + t), Scales(side, bytes, g, t));
-          whole = V::ToInt(V::Mul(V::Select(V::Mask(seen), x, zero), inverse));
-        }
+      for (int v = 0; v < kVectors; ++v) {
+        const F x = V::Mul(seen[v], SeenScales(side, bytes, g, v, mask));
+        const I whole = finite ? V::ToInt(V::Mul(x, inverse)) : V::SetInt(0);
         sum = V::AddInt(sum, whole);
-        V::StoreBytes(high + t, V::template ShiftRight<8>(V::AddInt(whole, V::SetInt(128))), kLanes);
-        V::StoreBytes(low + t, whole, kLanes);
+        V::StoreBytes(high + v * kLanes, V::template ShiftRight<8>(V::AddInt(whole, V::SetInt(128))), kLanes);
+        V::StoreBytes(low + v * kLanes, whole, kLanes);
       }
       planes[g].sums[i] = V::ReduceAddInt(sum);
       planes[g].factors[i] = step * factor;
@@ -290,6 +292,8 @@ struct SimdIsa {
     else
       V::StoreSome(at, x, count);
   }
+  // The bits of a mask over 64 tokens that belong to vector i.
+  KVFUSE_INLINE int Bits(uint64_t mask, int i) { return static_cast<int>(mask >> (i * kLanes)) & V::kAllBits; }
   // Reads no further than the last lane asked for.
   KVFUSE_INLINE F LoadSeen(const float* at, int bits) { return Load(at, 32 - __builtin_clz(bits)); }
   // kLanes groups of four bytes, or the half of them that a narrow line has.
@@ -303,26 +307,28 @@ struct SimdIsa {
     return V::Load(reinterpret_cast<const uint16_t*>(at));
   }
 
-  // exp(x) for x <= 0, NaN for NaN: 2^n * p(r) with |r| <= ln 2 / 2, p the Taylor series of degree 7 (remainder below
-  // 6e-9 relative). Below -104 it is 0 in f32.
-  KVFUSE_INLINE F Exp(F x) {
-    x = V::Select(V::Less(x, V::Set(-104.0f)), V::Set(-104.0f), x);
-    const F n = V::Round(V::Mul(x, V::Set(1.44269504f)));
-    F r = V::MulAdd(n, V::Set(-0.693145752f), x);  // ln 2 in two parts
-    r = V::MulAdd(n, V::Set(-1.42860677e-6f), r);
-    F p = V::Set(1.0f / 5040.0f);
-    p = V::MulAdd(p, r, V::Set(1.0f / 720.0f));
-    p = V::MulAdd(p, r, V::Set(1.0f / 120.0f));
-    p = V::MulAdd(p, r, V::Set(1.0f / 24.0f));
-    p = V::MulAdd(p, r, V::Set(1.0f / 6.0f));
-    p = V::MulAdd(p, r, V::Set(0.5f));
-    p = V::MulAdd(p, r, V::Set(1.0f));
-    p = V::MulAdd(p, r, V::Set(1.0f));
-    // 2^n in two factors, neither subnormal: n >= -151
-    const I whole = V::ToInt(n), half = V::template ShiftRight<1>(whole);
-    return V::Mul(V::Mul(p, PowerOfTwo(half)), PowerOfTwo(V::SubInt(whole, half)));
+  // Of vector i; zero for tokens that `mask` does not name, whose scales may be NaN.
+  KVFUSE_INLINE F SeenScales(const SideFormat& side, const uint8_t* bytes, int group, int i, uint64_t mask) {
+    const F scales = Scales(side, bytes, group, i * kLanes);
+    return mask == ~uint64_t{0} ? scales : V::Select(V::Mask(Bits(mask, i)), scales, V::Set(0.0f));
   }
-  KVFUSE_INLINE F PowerOfTwo(I n) { return V::AsFloat(V::template ShiftLeft<23>(V::AddInt(n, V::SetInt(127)))); }
+
+  // exp(x) for x <= 0, NaN for NaN: 2^floor(t) * p(t - floor(t)) with t = x log2(e); p is the polynomial of degree 6
+  // with the least relative error over [0, 1) (8e-9 with its coefficients in f32), t rounds by |t| 2^-24. What would be
+  // subnormal, below 2^-126, is 0.
+  KVFUSE_INLINE F Exp(F x) {
+    const F t = V::Mul(x, V::Set(1.44269504f)), least = V::Set(-126.0f);
+    const F bounded = V::Select(V::Less(t, least), least, t), whole = V::Floor(bounded), f = V::Sub(bounded, whole);
+    F p = V::MulAdd(V::Set(2.1702255e-4f), f, V::Set(1.2439688e-3f));
+    p = V::MulAdd(p, f, V::Set(9.6788406e-3f));
+    p = V::MulAdd(p, f, V::Set(5.5483341e-2f));
+    p = V::MulAdd(p, f, V::Set(0.24022983f));
+    p = V::MulAdd(p, f, V::Set(0.69314700f));
+    p = V::MulAdd(p, f, V::Set(1.0f));
+    // p in [1, 2): adding to its exponent multiplies it. A NaN has passed through p; it stays one.
+    const F power = V::AddToExponent(p, V::ToInt(whole));
+    return V::Select(V::Less(t, least), V::Set(0.0f), power);
+  }
 
   // tanh, off by less than 2e-7: (1 - e) / (1 + e) with e = exp(-2 |x|), and a Taylor series near 0.
   KVFUSE_INLINE F Tanh(F x) {
