@@ -1,4 +1,4 @@
-// AVX2 with FMA and F16C. Only dispatch.cc may call it; see avx512_vnni.cc for why no flag is set for the whole file.
+// AVX2 with FMA and F16C. Only dispatch.cc may call it; see avx512_isa.h for why no flag is set for the whole file.
 #include "avx2.h"
 
 #include "machine.h"

@@ -1,4 +1,4 @@
-// AVX2 with AVX-VNNI, as client CPUs without AVX-512 have it. Only dispatch.cc may call it; see avx512_vnni.cc for why
+// AVX2 with AVX-VNNI, as client CPUs without AVX-512 have it. Only dispatch.cc may call it; see avx512_isa.h for why
 // no flag is set for the whole file.
 #include "avx_vnni.h"
 

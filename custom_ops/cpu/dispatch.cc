@@ -10,8 +10,9 @@
 #if defined(KVFUSE_X86)
 #include <cpuid.h>
 
+#include "amx.h"
 #include "avx2.h"
-#include "avx512_vnni.h"
+#include "avx512.h"
 #include "avx_vnni.h"
 #elif defined(KVFUSE_ARM64)
 #if defined(__APPLE__)
@@ -41,6 +42,11 @@ std::string NeedsAvx512Vnni() {
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512vnni");
   return usable ? "" : "this CPU lacks AVX512 F, BW, DQ, VL or VNNI";
+}
+
+std::string NeedsAmx() {
+  const std::string reason = NeedsAvx512Vnni();
+  return reason.empty() ? amx::Reason() : reason;
 }
 
 std::string NeedsAvx2() {
@@ -77,6 +83,7 @@ std::string NeedsDotprod() {
 // Best first.
 const Candidate kCandidates[] = {
 #if defined(KVFUSE_X86)
+    {amx::Table(), NeedsAmx},
     {avx512_vnni::Table(), NeedsAvx512Vnni},
     {avx_vnni::Table(), NeedsAvxVnni},
     {avx2::Table(), NeedsAvx2},

@@ -1,4 +1,4 @@
-// NEON with the dot products of Armv8.2 (sdot). Only dispatch.cc may call it; see avx512_vnni.cc for why no flag is
+// NEON with the dot products of Armv8.2 (sdot). Only dispatch.cc may call it; see avx512_isa.h for why no flag is
 // set for the whole file.
 #include "neon_dotprod.h"
 

@@ -1,12 +1,9 @@
-// AVX-512 with VNNI: vpdpbusd on lines of 16 tokens (keys) or 16 channels (values). Only dispatch.cc may call it.
+// The inner loops of tile_attend.h for AVX-512 with VNNI: vpdpbusd on lines of 16 tokens (keys) or 16 channels
+// (values). Only files whose tables dispatch.cc guards may include it.
 //
 // The instruction set is switched on for each function below and not for the file: with file-wide flags, inline
 // functions of shared headers would be compiled for it too, and the linker might keep those for everyone.
-#include "avx512_vnni.h"
-
-#include "machine.h"
-
-#if defined(KVFUSE_X86)
+#pragma once
 
 #include <immintrin.h>
 
@@ -436,9 +433,4 @@ struct Isa {
 };
 
 }  // namespace
-
-KernelTable Table() { return tiles::Table<Isa>("avx512_vnni"); }
-
 }  // namespace kvfuse::avx512_vnni
-
-#endif
