@@ -387,7 +387,7 @@ struct Isa {
         _mm_store_si128(reinterpret_cast<__m128i*>(at), _mm512_cvtepi32_epi8(high));
         _mm_store_si128(reinterpret_cast<__m128i*>(at + kPageTokens), _mm512_cvtepi32_epi8(whole));
       }
-      planes[g].sums[i] = _mm512_reduce_add_epi32(sum);
+      planes[g].sums[i] = nan ? 0 : _mm512_reduce_add_epi32(sum);  // the factor is NaN then
       planes[g].factors[i] = nan ? std::numeric_limits<float>::quiet_NaN() : size / 32512.0f * factor;
     }
     return true;

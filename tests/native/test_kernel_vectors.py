@@ -1,7 +1,8 @@
-"""Every kernel against the scalar reference: on this machine, on older ones of its kind, and on Arm, emulated.
+"""Every kernel against the scalar reference: here, on older CPUs and on Arm, the latter two emulated.
 
-What runs on x86-64 is the installed library, so that an instruction that has leaked out of a kernel, into a function
-that all CPUs run, is met here. The Arm program, and AMX with emulated tiles, are compiled from the same sources.
+What runs on x86-64 is the installed library, so that an instruction that has leaked out of a kernel, into a
+function that all CPUs run, is met here. The Arm program, and AMX with emulated tiles, are compiled from the
+same sources.
 """
 
 import os
