@@ -22,7 +22,7 @@ import numpy as np
 if __package__ in (None, ""):  # run as a script: import from the repository, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from benchmarks.bars import BARS, Bar, contenders_of, kernel_level
+from benchmarks.bars import BARS, END_TO_END_BARS, Bar, contenders_of, kernel_level
 
 BASES = ("kvfuse_int4", "kvfuse_default")
 Json = Mapping[str, Any]
@@ -206,10 +206,13 @@ def end_to_end_tables(found: Json) -> str:
         for name, runs in model["variants"].items():
             cells = []
             for run, own in zip(runs, original, strict=True):
-                speed = run["tokens_per_second"]
-                ratio = speed / own["tokens_per_second"]
-                cells.append(f"{speed:.1f}" + ("" if name == "original" else f" (× {ratio:.2f})"))
+                speed = Spread.of(run["tokens_per_second"])
+                ratio = speed.median / Spread.of(own["tokens_per_second"]).median
+                cells.append(f"{speed}" + ("" if name == "original" else f" × {ratio:.2f}"))
             lines.append(f"| tokens/s, {name} | " + " | ".join(cells) + " |")
+        bars = [f"≥ {END_TO_END_BARS[c]:g}" if c in END_TO_END_BARS else "" for c in contexts]
+        if any(bars) and model.get("has_bars", False):
+            lines.append("| bar for the ratio | " + " | ".join(bars) + " |")
         for label, key in (
             ("peak memory, MiB", "peak_bytes"),
             ("cache, MiB", "cache_bytes"),
@@ -223,8 +226,8 @@ def end_to_end_tables(found: Json) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def visible_keys_tables(found: Json) -> str:
-    """Prefill latency against the share of keys that is visible, and chunks against a full cache."""
+def plain_tables(found: Json) -> str:
+    """Tables that are lists of rows already: visible keys, stages, memory."""
     parts = [machine_text(found["machine"])]
     for title, rows in found["tables"].items():
         header = list(rows[0])
@@ -236,17 +239,12 @@ def visible_keys_tables(found: Json) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def stages_tables(found: Json) -> str:
-    """Time of each stage of a step."""
-    return visible_keys_tables(found)
-
-
 TABLES: Mapping[str, Callable[[Json], str]] = {
     "attention": attention_tables,
     "end_to_end": end_to_end_tables,
-    "visible_keys": visible_keys_tables,
-    "stages": stages_tables,
-    "memory": visible_keys_tables,
+    "visible_keys": plain_tables,
+    "stages": plain_tables,
+    "memory": plain_tables,
 }
 
 
