@@ -1,4 +1,4 @@
-"""What a prompt costs by how much of it is visible, and what a chunk costs behind a cache that is long already.
+"""What a prompt costs by how much of it is visible, and a chunk by how long the cache before it is already.
 
 python benchmarks/visible_keys.py --json build/bench/visible_keys.json
 
