@@ -11,6 +11,7 @@
 #include <cstring>
 
 #include "partial.h"
+#include "profile.h"
 #include "query.h"
 #include "tiles.h"
 #include "workspace.h"
@@ -75,12 +76,14 @@ class TileAttention {
       for (int i = 0; i < count_; i += Isa::kQueries)
         Block(queries_ + i, std::min(Isa::kQueries, count_ - i), first, first + kPageTokens < end);
     }
+    const profile::Timed timed(profile::kMerge);
     if (args_.partials == nullptr)
       for (int i = 0; i < count_; ++i) FinishQuery(args_, i, queries_[i].result);
   }
 
  private:
   void MakeQueries() {
+    const profile::Timed timed(profile::kQuery);
     const int group = step_.num_heads / format_.kv_num_heads;
     const SideFormat& side = format_.key;
     count_ = static_cast<int>(args_.query_end - args_.query_begin) * group;
@@ -157,6 +160,7 @@ class TileAttention {
     if (low_any != 0) LowValues(queries, n, tile, low_masks, factors, next);
     for (int i = 0; i < n; ++i) {
       if (exact_masks[i] == 0) continue;
+      const profile::Timed timed(profile::kExactValues);
       ExactRows(false, tile, exact_masks[i]);
       Isa::template AddRows<float>(rows_, exact_masks[i], weights_ + i * kPageTokens, factors[i],
                                    queries[i].result.exact, format_.value.dim);
@@ -165,6 +169,7 @@ class TileAttention {
 
   // low_[i][t] = sum over groups of s_k * dot, for all tokens that some query sees.
   void KeyScores(TileQuery* queries, int n, int64_t tile, uint64_t seen, const uint8_t* next) {
+    const profile::Timed timed(profile::kScores);
     const uint8_t* side = Side(true, tile);
     if (Fits(format_.key)) {
       const int8_t* codes[Isa::kQueries];
@@ -190,9 +195,11 @@ class TileAttention {
   float Weigh(TileQuery& query, int64_t tile, uint64_t low_mask, uint64_t exact_mask, const float* low,
               float* weights) {
     if (exact_mask != 0) {
+      const profile::Timed timed(profile::kExactKeys);
       ExactRows(true, tile, exact_mask);
       Isa::template DotRows<float>(rows_, exact_mask, query.exact, format_.key.dim, exact_);
     }
+    const profile::Timed timed(profile::kSoftmax);
     SoftmaxArgs softmax{low,         exact_,  low_mask,      exact_mask, query.scale,
                         step_.scale, nullptr, step_.softcap, nullptr,    step_.bias_key_stride};
     if (low_mask != 0 && format_.centered()) {
@@ -245,6 +252,7 @@ class TileAttention {
       float* sum = RotatedSum(queries[i]);
       const float* weights = weights_ + i * kPageTokens;
       bool integer = !ExactWeights();
+      const profile::Timed timed(profile::kSplit);
       for (int g = 0; g < side.groups() && integer; ++g)
         integer = Isa::Split(side, bytes, g, masks[i], weights, factors[i], planes_[kept * side.groups() + g]);
       if (!integer) {
@@ -254,6 +262,7 @@ class TileAttention {
       sums[kept++] = sum;
       seen |= masks[i];
     }
+    const profile::Timed timed(profile::kValues);
     if (kept > 0) Isa::AddSplitValues(side, bytes, seen, planes_, kept, sums, next);
   }
 
