@@ -1,10 +1,9 @@
 """Whole models as exported against themselves rewritten: tokens/s, prompt, peak memory, cache, by context.
 
 python benchmarks/end_to_end.py --json build/bench/end_to_end.json
-python benchmarks/end_to_end.py --models smollm2 --contexts 64,512 --steps 16 --bursts 1   # a look
+python benchmarks/end_to_end.py --models smollm2 --contexts 64,512 --steps 16 --repeats 1   # a look
 
-Each model runs at each context in a process of its own, so that peak memory is its own; the variants of one
-context run one after another. Models:
+Each run is a process of its own, so that peak memory is its own; the variants of a context take turns. Models:
 
 * smollm2: SmolLM2-135M-Instruct, f32 weights, all 30 layers.
 * qwen3-shape: random f32 weights in the sizes of Qwen3-1.7B (hidden 2048, 16/8 heads of 128, MLP 6144) but 4
@@ -96,7 +95,9 @@ MODELS: Mapping[str, tuple[str, Callable[[], Path]]] = {
 }
 
 
-def measure(name: str, contexts: Sequence[int], steps: int, bursts: int, threads: int) -> dict[str, Any]:
+def measure(
+    name: str, contexts: Sequence[int], steps: int, bursts: int, repeats: int, threads: int
+) -> dict[str, Any]:
     """Measures one model in all variants; the result is what JSON holds."""
     title, build = MODELS[name]
     paths, cache_bytes = {"original": build()}, {}
@@ -110,16 +111,26 @@ def measure(name: str, contexts: Sequence[int], steps: int, bursts: int, threads
     cache_bytes["original"] = [before * context for context in contexts]
     runs: dict[str, list[Any]] = {variant: [] for variant in paths}
     for index, context in enumerate(contexts):
-        for variant, path in paths.items():
-            arguments = (str(number) for number in (context, steps, bursts, threads))
-            run = run_in_process(__file__, "--child", path, *arguments)
-            runs[variant].append(run | {"cache_bytes": cache_bytes[variant][index]})
-            speed = report.Spread.of(run["tokens_per_second"])
-            print(f"{name}, context {context}, {variant}: {speed} tokens/s", flush=True)
+        found: dict[str, list[Any]] = {variant: [] for variant in paths}
+        for _ in range(repeats):  # the variants take turns, so that a slow minute hits all of them
+            for variant, path in paths.items():
+                arguments = (str(number) for number in (context, steps, bursts, threads))
+                found[variant].append(run_in_process(__file__, "--child", path, *arguments))
+        for variant, repeated in found.items():
+            speeds = [speed for run in repeated for speed in run["tokens_per_second"]]
+            run = {
+                "context": context,
+                "tokens_per_second": speeds,
+                "prefill_seconds": float(np.median([run["prefill_seconds"] for run in repeated])),
+                "peak_bytes": max(run["peak_bytes"] for run in repeated),
+                "cache_bytes": cache_bytes[variant][index],
+            }
+            runs[variant].append(run)
+            print(f"{name}, context {context}, {variant}: {report.Spread.of(speeds)} tokens/s", flush=True)
     return {
         "title": title,
         "has_bars": name == "smollm2",
-        "steps": steps * bursts,
+        "steps": steps * bursts * repeats,
         "threads": threads,
         "variants": runs,
     }
@@ -139,7 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--contexts", default=",".join(map(str, CONTEXTS)))
     parser.add_argument("--steps", type=int, default=64, help="tokens of one timed burst")
-    parser.add_argument("--bursts", type=int, default=3)
+    parser.add_argument("--bursts", type=int, default=2, help="bursts of one process")
+    parser.add_argument("--repeats", type=int, default=3, help="processes of one variant and context")
     parser.add_argument("--threads", type=int, default=0, help="intra-op threads; 0: onnxruntime chooses")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child", nargs=5, help=argparse.SUPPRESS)
@@ -151,7 +163,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     contexts = [int(text) for text in options.contexts.split(",")]
     found: dict[str, Any] = {"kind": "end_to_end", "machine": machine.describe(), "models": []}
     for name in options.models.split(","):
-        found["models"].append(measure(name, contexts, options.steps, options.bursts, options.threads))
+        timing = (options.steps, options.bursts, options.repeats, options.threads)
+        found["models"].append(measure(name, contexts, *timing))
         if options.json is not None:
             options.json.parent.mkdir(parents=True, exist_ok=True)
             options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -231,7 +231,12 @@ def plain_tables(found: Json) -> str:
     parts = [machine_text(found["machine"])]
     for title, rows in found["tables"].items():
         header = list(rows[0])
-        lines = [f"**{title}**", "", "| " + " | ".join(header) + " |", "| ---: " * len(header) + "|"]
+        lines = [
+            f"**{title}**",
+            "",
+            "| " + " | ".join(header) + " |",
+            "| --- |" + " ---: |" * (len(header) - 1),
+        ]
         for row in rows:
             cells = [short(value) if isinstance(value, float) else str(value) for value in row.values()]
             lines.append("| " + " | ".join(cells) + " |")
