@@ -3,7 +3,7 @@
 python benchmarks/end_to_end.py --json build/bench/end_to_end.json
 python benchmarks/end_to_end.py --models smollm2 --contexts 64,512 --steps 16 --repeats 1   # a look
 
-Each run is a process of its own, so that peak memory is its own; the variants of a context take turns. Models:
+Each run is a process of its own, so that peak memory is its own; variants take turns. Models:
 
 * smollm2: SmolLM2-135M-Instruct, f32 weights, all 30 layers.
 * qwen3-shape: random f32 weights in the sizes of Qwen3-1.7B (hidden 2048, 16/8 heads of 128, MLP 6144) but 4
