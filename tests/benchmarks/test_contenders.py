@@ -18,8 +18,8 @@ from kvfuse.formats import PRESETS
 TINY = Shape("tiny", 4, 2, 64)
 HISTORY = History(TINY, 301)
 # Relative error on unit normal data by what the cache holds. Floats err by roundings of 300 sums, bfloat16
-# and ggml's f16 by half an ulp of 8 bits (2^-9 each for keys, values, weights), 8-bit codes by 1/127 of a row's
-# largest element over sqrt(12), 4-bit codes by 18 times that: about 0.17, with room for so short a history.
+# and ggml's f16 by half an ulp of 8 bits (2^-9 each for keys, values, weights), 8-bit codes by 1/127 of a
+# row's largest element over sqrt(12), 4-bit codes by 18 times that: 0.17, with room for so short a history.
 BOUNDS = {
     1e-5: ("ort_subgraph", "ort_attention", "ort_gqa_f32"),
     1e-2: ("openvino_bf16_bf16", "ggml_f16"),

@@ -70,8 +70,8 @@ def test_states_are_the_same_bytes(results: dict[str, Arrays], kernel: str) -> N
 def test_integer_scores_are_the_same(results: dict[str, Arrays], kernel: str) -> None:
     """One unit of an integer score is 2e-5 of a weight and more here, far beyond what roundings make.
 
-    Those are `float_tolerance` and, for small weights, the exponent x = log(weight) itself: it is a difference
-    and then a product in floats, each off by 2^-24 |x|.
+    Those are `float_tolerance` and, for small weights, that of the exponent x = log(weight): it is first a
+    difference and then a product in floats, each off by 2^-24 |x|.
     """
     for case in CASES:
         found, expected = results[kernel][f"{case}:weights"], results["reference"][f"{case}:weights"]
