@@ -65,7 +65,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--contenders", default="", help="a regular expression; kvfuse always runs")
     parser.add_argument("--rounds", type=int, default=15, help="at most, for each group of contenders")
     parser.add_argument("--seconds", type=float, default=20.0, help="of a group of contenders, after setup")
-    parser.add_argument("--memory", type=float, help="GiB for contenders; default: 60 %% of what is free")
+    parser.add_argument("--memory", type=float, help="GiB for contenders; default: 75 %% of what is free")
     parser.add_argument("--quick", action="store_true", help=" ".join(f"--{k} {v}" for k, v in QUICK.items()))
     parser.add_argument("--json", type=Path, help="file for the raw numbers; report.py makes tables of it")
     parser.add_argument("--list", action="store_true", help="names and descriptions of the contenders")
@@ -94,7 +94,7 @@ def run(work: Workload, options: argparse.Namespace) -> dict[str, Any]:
     able = [entry for entry in ENTRIES if work.mode in entry.modes and entry.threads < work.threads]
     base = [entry for entry in able if entry.name in kvfuse_contenders.FORMATS]
     others = [entry for entry in able if entry not in base and re.search(options.contenders, entry.name)]
-    memory = int(options.memory * 2**30) if options.memory else int(0.6 * machine.available_memory())
+    memory = int(options.memory * 2**30) if options.memory else int(0.75 * machine.available_memory())
     groups = measure(work, base, others, Limits(options.rounds, options.seconds, memory))
     return {
         "mode": work.mode,

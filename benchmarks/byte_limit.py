@@ -83,7 +83,7 @@ ENTRIES = [
     Entry(
         name.replace("kvfuse", "read"),
         partial(ByteLimit, name=name),
-        0.5,
+        0.3,
         f"the byte limit of {name}: its bytes read once with as many threads",
         ("decode",),
     )

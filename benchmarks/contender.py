@@ -70,7 +70,8 @@ class Entry:
     Attributes:
         name: as in tables and in `--contenders`.
         make: sets it up; raises SkippedError when it cannot run here.
-        copies: peak memory of setup and steps in units of all keys and values as f32.
+        copies: memory of caches and steps in units of all keys and values as f32.
+        expanded: the same in units of all keys and values repeated for each query head.
         score_copies: the same in units of all scores as f32, for those that write them out.
         modes: what it can do.
         about: what it is, for docs and `--list`.
@@ -83,10 +84,11 @@ class Entry:
     about: str
     modes: tuple[Mode, ...] = BOTH
     threads: int = 0
+    expanded: float = 0
     score_copies: float = 0
 
     def memory(self, work: Workload) -> int:
-        """Bytes that this contender may need at the same time, over all layers."""
-        scores = 4 * work.shape.num_heads * work.new_tokens * work.key.shape[1]
-        caches = work.float_bytes * work.layers
-        return int(self.copies * caches + self.score_copies * scores) + (64 << 20)
+        """Bytes that this contender may take while it is measured, over all layers."""
+        scores = self.score_copies * 4 * work.shape.num_heads * work.new_tokens * work.key.shape[1]
+        expanded = self.expanded * work.float_bytes * work.shape.num_heads / work.shape.kv_num_heads
+        return int(self.copies * work.float_bytes * work.layers + expanded + scores) + (64 << 20)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from benchmarks.workload import Workload, relative_error
 LEAST_ROUNDS = 3
 BURST_SECONDS = 5e-3  # of a burst whose length the driver chooses
 LONGEST_BURST = 64
+SETUP_COPIES = 2.5  # of all keys and values, while one contender is set up
 SETTLE_SECONDS = 0.03  # worker threads spin on for a while after a run and would take the next one's cores
 
 
@@ -65,15 +66,24 @@ def measure(
         One dict name -> Result per group.
     """
     answer = work.right_answer()
-    found, used = [], sum(entry.memory(work) for entry in base)
-    for group in _groups(work, others, limits.memory - used):
-        results = {
-            entry.name: Result(skipped=f"needs about {entry.memory(work) / 2**30:.0f} GiB")
-            for entry in group
-            if entry.memory(work) > limits.memory - used
-        }
-        fitting = [entry for entry in group if entry.name not in results]
-        found.append(_measure_group(work, [*base, *fitting], answer, limits) | results)
+    # Setting up works on copies of keys and values, one contender after the other.
+    free = limits.memory - int(SETUP_COPIES * work.float_bytes) - sum(e.memory(work) for e in base)
+    results: dict[str, Result] = {}
+    running = _set_up(work, base, answer, results)
+    found = []
+    try:
+        for group in _groups(work, others, free):
+            group_results = {name: replace(result) for name, result in results.items()}
+            too_large = {entry.name: entry for entry in group if entry.memory(work) > free}
+            for name, entry in too_large.items():
+                needed = entry.memory(work) / 2**30
+                group_results[name] = Result(skipped=f"needs about {needed:.0f} GiB")
+            fitting = [entry for entry in group if entry.name not in too_large]
+            _measure_group(work, running, fitting, answer, limits, group_results)
+            found.append(group_results)
+    finally:
+        for contender in running.values():
+            contender.close()
     return found
 
 
@@ -91,32 +101,46 @@ def _groups(work: Workload, entries: Sequence[Entry], memory: int) -> Iterator[l
     yield group
 
 
-def _measure_group(
-    work: Workload, entries: Sequence[Entry], answer: NDArray[np.float64], limits: Limits
-) -> dict[str, Result]:
-    results: dict[str, Result] = {}
+def _set_up(
+    work: Workload, entries: Sequence[Entry], answer: NDArray[np.float64], results: dict[str, Result]
+) -> dict[str, Contender]:
+    """Makes contenders and looks at their first output; adds a result for each."""
     running: dict[str, Contender] = {}
+    for entry in entries:
+        result = results[entry.name] = Result()
+        try:
+            contender = entry.make(work)
+        except SkippedError as reason:
+            result.skipped = str(reason)
+            continue
+        running[entry.name] = contender
+        contender.step()
+        contender.finish()
+        output = contender.output()
+        result.error = None if output is None else relative_error(output, answer)
+        result.cache_bytes = contender.cache_bytes
+        if not contender.burst:
+            contender.burst = _burst_length(contender) * work.layers
+    return running
+
+
+def _measure_group(
+    work: Workload,
+    base: Mapping[str, Contender],
+    group: Sequence[Entry],
+    answer: NDArray[np.float64],
+    limits: Limits,
+    results: dict[str, Result],
+) -> None:
+    """Measures the contenders of one group and, beside them, those of the base."""
+    running = _set_up(work, group, answer, results)
     try:
-        for entry in entries:
-            result = results[entry.name] = Result()
-            try:
-                running[entry.name] = contender = entry.make(work)
-            except SkippedError as reason:
-                result.skipped = str(reason)
-                continue
-            contender.step()
-            contender.finish()
-            output = contender.output()
-            result.error = None if output is None else relative_error(output, answer)
-            result.cache_bytes = contender.cache_bytes
-        for contender in running.values():
-            if not contender.burst:
-                contender.burst = _burst_length(contender) * work.layers
-        _rounds(running, results, work, limits)
+        series = _rounds({**base, **running}, work, limits)
     finally:
         for contender in running.values():
             contender.close()
-    return results
+    for name, microseconds in series.items():
+        results[name].microseconds = microseconds
 
 
 def _burst_length(contender: Contender) -> int:
@@ -134,10 +158,10 @@ def _burst(contender: Contender, steps: int) -> float:
     return (time.perf_counter() - start) / steps
 
 
-def _rounds(
-    running: dict[str, Contender], results: dict[str, Result], work: Workload, limits: Limits
-) -> None:
+def _rounds(running: Mapping[str, Contender], work: Workload, limits: Limits) -> dict[str, list[float]]:
+    """Microseconds of a step in each round."""
     random = np.random.default_rng(2)
+    series: dict[str, list[float]] = {name: [] for name in running}
     end = time.perf_counter() + limits.seconds
     names = list(running)
     for number in range(limits.rounds):
@@ -147,5 +171,5 @@ def _rounds(
             name = names[index]
             if work.threads > 1:
                 time.sleep(SETTLE_SECONDS)
-            seconds = _burst(running[name], running[name].burst)
-            results[name].microseconds.append(seconds * 1e6)
+            series[name].append(1e6 * _burst(running[name], running[name].burst))
+    return series

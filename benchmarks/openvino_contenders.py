@@ -146,7 +146,7 @@ ENTRIES = [
     Entry(
         f"openvino_{precision}_{cache}",
         partial(OpenVino, precision=precision, cache=cache),
-        2 if BITS[cache] >= 16 else 1.5,
+        1 if BITS[cache] >= 16 else 0.5,
         f"OpenVINO: computes in {precision}, cache in {cache}",
         score_copies=2,
     )

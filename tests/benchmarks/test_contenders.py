@@ -11,7 +11,7 @@ import pytest
 from benchmarks import attention
 from benchmarks.contender import SkippedError
 from benchmarks.kvfuse_contenders import FORMATS, KvFuse, read_bytes
-from benchmarks.measure import Limits, Result, measure
+from benchmarks.measure import SETUP_COPIES, Limits, Result, measure
 from benchmarks.workload import History, Mode, Shape, Workload, relative_error
 from kvfuse.formats import PRESETS
 
@@ -84,12 +84,13 @@ def test_groups_that_do_not_fit_run_apart_beside_the_base() -> None:
     base = [ENTRIES["kvfuse_int4"]]
     others = [ENTRIES[name] for name in ("ort_gqa_f32", "ort_gqa_int8", "ort_empty")]
     work = Workload.of("decode", HISTORY, 64, 1)
-    memory = base[0].memory(work) + others[0].memory(work) + 1
+    least = base[0].memory(work) + int(SETUP_COPIES * work.float_bytes)
+    memory = least + others[0].memory(work) + 1
     groups = measure(work, base, others, Limits(rounds=3, seconds=0, memory=memory))
     assert [list(group) for group in groups] == [["kvfuse_int4", other.name] for other in others]
     for group in groups:
         assert {len(result.microseconds) for result in group.values()} == {3}
-    (nothing_fits,) = measure(work, base, others[:1], Limits(3, 0, base[0].memory(work)))
+    (nothing_fits,) = measure(work, base, others[:1], Limits(3, 0, least))
     assert isinstance(nothing_fits["ort_gqa_f32"], Result)
     assert nothing_fits["ort_gqa_f32"].skipped.startswith("needs about")
 
