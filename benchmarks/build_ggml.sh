@@ -16,7 +16,10 @@ echo "llama-cpp-python==$version --hash=sha256:$sha256" >"$requirement"
 tar -xzf "$folder/llama_cpp_python-$version.tar.gz" -C "$folder/source" --strip-components=4 --wildcards \
   '*/vendor/llama.cpp/ggml/*'
 touch "$folder/source/ggml.pc.in" # not part of the source package, only asked for by an install that is not done
-cmake -S "$folder/source" -B "$folder/build" -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=ON -DGGML_NATIVE=ON \
-  -DGGML_CCACHE=OFF -DGGML_BUILD_TESTS=OFF -DGGML_BUILD_EXAMPLES=OFF -DCMAKE_BUILD_RPATH_USE_ORIGIN=ON >"$folder/configure.log"
-cmake --build "$folder/build" --target ggml-base ggml-cpu >"$folder/build.log"
+log=$folder/build.log
+{
+  cmake -S "$folder/source" -B "$folder/build" -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=ON -DGGML_NATIVE=ON \
+    -DGGML_CCACHE=OFF -DGGML_BUILD_TESTS=OFF -DGGML_BUILD_EXAMPLES=OFF &&
+    cmake --build "$folder/build" --target ggml-base ggml-cpu
+} >"$log" 2>&1 || { tail -30 "$log" >&2; exit 1; }
 cp -P "$(find "$folder/build" -name 'libggml-base.so' -printf '%h')"/libggml-{base,cpu}.so* "$folder/lib/"
