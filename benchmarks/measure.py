@@ -15,6 +15,8 @@ from benchmarks.workload import Workload, relative_error
 LEAST_ROUNDS = 3
 BURST_SECONDS = 5e-3  # of a burst whose length the driver chooses
 LONGEST_BURST = 64
+SLOW_SECONDS = 0.5  # of a first step after which a burst is one step
+SLOWEST_SECONDS = 15.0  # of a first step after which a contender is left out
 SETUP_COPIES = 2.5  # of all keys and values, while one contender is set up
 SETTLE_SECONDS = 0.03  # worker threads spin on for a while after a run and would take the next one's cores
 
@@ -113,14 +115,20 @@ def _set_up(
         except SkippedError as reason:
             result.skipped = str(reason)
             continue
-        running[entry.name] = contender
+        start = time.perf_counter()
         contender.step()
         contender.finish()
+        seconds = time.perf_counter() - start
         output = contender.output()
         result.error = None if output is None else relative_error(output, answer)
         result.cache_bytes = contender.cache_bytes
+        if seconds > SLOWEST_SECONDS:
+            result.skipped = f"one step took {seconds:.0f} s"
+            contender.close()
+            continue
+        running[entry.name] = contender
         if not contender.burst:
-            contender.burst = _burst_length(contender) * work.layers
+            contender.burst = 1 if seconds > SLOW_SECONDS else _burst_length(contender) * work.layers
     return running
 
 
