@@ -67,6 +67,8 @@ $(VENV)/.kvfuse-bench: $(STAMP)
 MEASURED = build/bench
 bench: $(VENV)/.kvfuse-bench
 	$(BIN)/python benchmarks/attention.py --json $(MEASURED)/attention.json
+	-KVFUSE_KERNEL=avx2 $(BIN)/python benchmarks/attention.py --modes decode --tokens 1024,4096 --threads 1 \
+	  --contenders ort_gqa_f32 --json $(MEASURED)/attention_avx2.json
 	$(BIN)/python benchmarks/stages.py --json $(MEASURED)/stages.json
 	$(BIN)/python benchmarks/visible_keys.py --json $(MEASURED)/visible_keys.json
 	$(BIN)/python benchmarks/memory.py --json $(MEASURED)/memory.json
@@ -76,7 +78,7 @@ bench-quick: $(VENV)/.kvfuse-bench
 	$(BIN)/python benchmarks/attention.py --quick --json $(MEASURED)/quick.json
 
 bench-docs: $(VENV)/.kvfuse-bench
-	$(BIN)/python benchmarks/report.py $(wildcard $(addprefix $(MEASURED)/, attention.json stages.json \
+	$(BIN)/python benchmarks/report.py $(wildcard $(addprefix $(MEASURED)/, attention.json attention_avx2.json stages.json \
 	  visible_keys.json memory.json end_to_end.json)) --write docs/benchmarks.md
 	$(BIN)/python benchmarks/plot.py $(MEASURED)/end_to_end.json docs/img/context.svg
 

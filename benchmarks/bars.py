@@ -78,6 +78,8 @@ def kernel_level(machine: Mapping[str, Any], mode: Mode) -> str:
     kernel = str(machine["kernel"])
     if AMX in kernel:
         return AMX if mode == "prefill" else AVX512
+    if kernel == "avx_vnni":  # AVX2 with one more instruction
+        return AVX2
     return next((level for level in (AVX512, AVX2) if level in kernel), kernel)
 
 

@@ -3,7 +3,8 @@
 python benchmarks/report.py build/bench/*.json                             # prints them
 python benchmarks/report.py build/bench/*.json --write docs/benchmarks.md  # puts them between the marks
 
-The page has a mark for every kind of file: `<!-- measured: KIND -->` … `<!-- end of KIND -->`.
+The page has marks for every kind of file: `<!-- measured: KIND -->` … `<!-- end of KIND -->`. Several files
+of one kind follow one another.
 """
 
 from __future__ import annotations
@@ -273,13 +274,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--write", type=Path, help="the Markdown page with marks")
     options = parser.parse_args(arguments)
+    tables: dict[str, list[str]] = {}
     for path in options.files:
         found = json.loads(path.read_text(encoding="utf-8"))
-        table = TABLES[found["kind"]](found)
+        tables.setdefault(found["kind"], []).append(TABLES[found["kind"]](found))
+    for kind, parts in tables.items():
         if options.write is None:
-            print(table)
+            print("\n".join(parts))
         else:
-            write(options.write, found["kind"], table)
+            write(options.write, kind, "\n".join(parts))
     return 0
 
 
