@@ -21,6 +21,7 @@ if(CMAKE_SYSTEM_NAME STREQUAL "Linux")
   kvfuse_translate(emulated BuiltinProgram "${emulated_kernels}")
   target_sources(kvfuse_ops PRIVATE
     device/emulated/device.cc device/emulated/fiber.cc device/emulated/grid.cc device/emulated/group.cc
+    device/emulated/problem.cc
     "${emulated_kernels}")
   target_compile_definitions(kvfuse_ops PRIVATE KVFUSE_EMULATED)
   # Metal's char is signed. Kernels may leave a helper unused, and carry attributes of Metal.

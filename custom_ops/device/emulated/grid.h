@@ -13,7 +13,7 @@ namespace kvfuse::emulated {
 constexpr uint32_t kSimdWidth = 32;
 constexpr uint32_t kMaxThreads = 1024;            // of a threadgroup
 constexpr size_t kMaxSharedBytes = 32768;         // threadgroup memory
-constexpr size_t kMaxInlineBytes = 4096;          // of an argument that is passed by value
+constexpr size_t kMaxSharedVariables = 32;        // a limit of the emulator only
 
 // Where one GPU thread is.
 class Position {
