@@ -2,13 +2,18 @@
 #include <cmath>
 #include <cstring>
 #include <sstream>
+#include <thread>
 
+#include "cpu_layer_cache.h"
 #include "kvfuse/error.h"
 #include "kvfuse/half.h"
-#include "kvfuse/sequence.h"
+#include "query.h"
+#include "workspace.h"
 
 namespace kvfuse {
 namespace {
+
+constexpr int64_t kQueryTile = 16;  // query tokens that share each unpacked row
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -20,25 +25,43 @@ void BlockMean(const std::vector<const float*>& rows, int dim, uint16_t* mean) {
   std::vector<float> sum(dim, 0.0f);
   float count = 0.0f;
   for (const float* row : rows) {
-    if (!std::all_of(row, row + dim, [](float x) { return std::isfinite(x); })) continue;
+    if (!reference::AllFinite(row, dim)) continue;
     for (int i = 0; i < dim; ++i) sum[i] += row[i];
     count += 1.0f;
   }
   for (int i = 0; i < dim; ++i) mean[i] = FloatToHalfSaturated(count == 0.0f ? 0.0f : sum[i] / count);
 }
 
-void EncodeRow(const SideFormat& side, bool key, const float* row, const uint16_t* mean, uint8_t* side_bytes,
+void EncodeRow(const SideFormat& side, bool key, const float* row, const std::vector<float>& mean, uint8_t* side_bytes,
                int token) {
-  std::vector<float> work(row, row + side.dim);
-  std::vector<uint8_t> stored(side.row_bytes());
-  if (mean != nullptr)
-    for (int i = 0; i < side.dim; ++i) work[i] -= HalfToFloat(mean[i]);
-  if (side.rotated()) Kernels().rotate(work.data(), side.dim);
-  Kernels().quantize_row(side, work.data(), stored.data(), stored.data() + side.code_bytes());
-  Kernels().store_row(side, key, side_bytes, token, stored.data());
+  Workspace::Scope scope;
+  float* work = Workspace::OfThread().Take<float>(side.dim);
+  std::copy(row, row + side.dim, work);
+  for (size_t i = 0; i < mean.size(); ++i) work[i] -= mean[i];
+  Kernels().encode_row(side, key, work, side_bytes, token);
 }
 
+// Pieces that a step wants to be cut into, so that threads have enough to share.
+int64_t WantedPieces() {
+  static const int64_t wanted = 2 * std::max<int64_t>(8, std::thread::hardware_concurrency());
+  return wanted;
+}
+
+class Cpu final : public CacheDevice {
+  std::shared_ptr<LayerCache> Make(const CacheFormat& format) override {
+    return std::make_shared<CpuLayerCache>(format);
+  }
+  std::shared_ptr<LayerCache> Adopt(const LayerSnapshot& snapshot) override {
+    return std::make_shared<CpuLayerCache>(snapshot);
+  }
+};
+
 }  // namespace
+
+CacheDevice& CpuDevice() {
+  static Cpu device;
+  return device;
+}
 
 std::string CacheFormat::Describe() const {
   std::ostringstream text;
@@ -50,13 +73,13 @@ std::string CacheFormat::Describe() const {
   return text.str();
 }
 
-int64_t LayerCache::nbytes() const {
+int64_t CpuLayerCache::nbytes() const {
   int64_t bytes = pages_.nbytes() + means_.nbytes() + exact_keys_.nbytes() + exact_values_.nbytes();
   for (const Page* sink : {&sink_key_, &sink_value_}) bytes += *sink ? sink->size() : 0;
   return bytes;
 }
 
-int64_t LayerCache::GrowthBytes(int64_t count) const {
+int64_t CpuLayerCache::GrowthBytes(int64_t count) const {
   const auto added = [](const PageRun& run, int64_t from, int64_t end) {
     return std::max<int64_t>(0, end - std::max(from, run.end()));
   };
@@ -73,8 +96,8 @@ int64_t LayerCache::GrowthBytes(int64_t count) const {
   return bytes + sinks * format_.kv_num_heads * (format_.key.dim + format_.value.dim) * 4;
 }
 
-std::shared_ptr<LayerCache> LayerCache::Fork() const {
-  auto fork = std::make_shared<LayerCache>(format_);
+std::shared_ptr<LayerCache> CpuLayerCache::Fork() const {
+  auto fork = std::make_shared<CpuLayerCache>(format_);
   fork->length_ = length_;
   fork->encoded_end_ = encoded_end_;
   fork->pages_begin_ = pages_begin_;
@@ -91,13 +114,13 @@ std::shared_ptr<LayerCache> LayerCache::Fork() const {
 }
 
 // Exact rows that a later query, or a block still to be encoded, may need; plus the slack.
-int64_t LayerCache::KeepExactFrom(int64_t length) const {
+int64_t CpuLayerCache::KeepExactFrom(int64_t length) const {
   if (!format_.has_exact_window()) return length;
   const int64_t from = std::max<int64_t>(0, format_.WindowBegin(length) - kRollbackSlack);
   return from / kExactPageTokens * kExactPageTokens;
 }
 
-void LayerCache::Prepare(int64_t past, int64_t count, const Rows& key, const Rows& value) {
+void CpuLayerCache::Prepare(int64_t past, int64_t count, const Rows& key, const Rows& value) {
   chunk_ = {past, past + count, key, value, 0, 0};
   const int64_t encoded = std::min(encoded_end_, past);
   chunk_.encode_from = encoded;
@@ -114,7 +137,7 @@ void LayerCache::Prepare(int64_t past, int64_t count, const Rows& key, const Row
 }
 
 // The sinks grow token by token until all are there; each time into new pages, which a fork does not share.
-void LayerCache::StoreSinks() {
+void CpuLayerCache::StoreSinks() {
   const int64_t end = std::min(format_.n_sink, chunk_.total);
   if (chunk_.past >= end) return;
   for (const bool key : {true, false}) {
@@ -130,7 +153,7 @@ void LayerCache::StoreSinks() {
   }
 }
 
-void LayerCache::StoreExact(int64_t from) {
+void CpuLayerCache::StoreExact(int64_t from) {
   for (const bool key : {true, false}) {
     const int64_t row_bytes = (key ? format_.key.dim : format_.value.dim) * 4;
     uint8_t* page = nullptr;
@@ -144,56 +167,113 @@ void LayerCache::StoreExact(int64_t from) {
   }
 }
 
-void LayerCache::RefreshPointers() {
+void CpuLayerCache::RefreshPointers() {
   pages_.FillPointers(page_pointers_);
   means_.FillPointers(mean_pointers_);
   exact_keys_.FillPointers(exact_key_pointers_);
   exact_values_.FillPointers(exact_value_pointers_);
 }
 
-const float* LayerCache::ExactRow(bool key, int head, int64_t position) const {
+const float* CpuLayerCache::ExactRow(bool key, int head, int64_t position) const {
   const Page& page = (key ? exact_keys_ : exact_values_)[position / kExactPageTokens];
   const int64_t row = int64_t{head} * kExactPageTokens + position % kExactPageTokens;
   return Floats(page) + row * (key ? format_.key.dim : format_.value.dim);
 }
 
-const float* LayerCache::SinkRow(bool key, int head, int64_t position) const {
+const float* CpuLayerCache::SinkRow(bool key, int head, int64_t position) const {
   const int64_t row = position * format_.kv_num_heads + head;
   return Floats(key ? sink_key_ : sink_value_) + row * (key ? format_.key.dim : format_.value.dim);
 }
 
 // An f32 row of this chunk or of the exact pages; null where the floats are gone.
-const float* LayerCache::FloatRow(bool key, int head, int64_t position) const {
+const float* CpuLayerCache::FloatRow(bool key, int head, int64_t position) const {
   if (position >= chunk_.past) return (key ? chunk_.key : chunk_.value).at(head, position - chunk_.past);
   return position < exact_begin_ ? nullptr : ExactRow(key, head, position);
 }
 
-void LayerCache::EncodeHead(int head) {
+void CpuLayerCache::EncodeHead(int head) {
   int64_t block_of_mean = -1;
   std::vector<const float*> rows;
+  std::vector<float> mean;
   for (int64_t j = chunk_.encode_from; j < chunk_.encode_to; ++j) {
-    const uint16_t* mean = nullptr;
-    if (format_.centered()) {
-      const int64_t block = j / format_.block;
-      auto* means = reinterpret_cast<uint16_t*>(means_[block].data()) + int64_t{head} * format_.key.dim;
-      if (block != block_of_mean) {
-        block_of_mean = block;
-        rows.clear();
-        for (int64_t i = block * format_.block; i < (block + 1) * format_.block; ++i)
-          rows.push_back(FloatRow(true, head, i));
-        // After a rollback beyond the slack the block's first rows exist as codes only: their mean stays.
-        if (rows.front() != nullptr) BlockMean(rows, format_.key.dim, means);
-      }
-      mean = means;
+    const int64_t block = j / format_.block;
+    if (format_.centered() && block != block_of_mean) {
+      auto* halves = reinterpret_cast<uint16_t*>(means_[block].data()) + int64_t{head} * format_.key.dim;
+      block_of_mean = block;
+      rows.clear();
+      for (int64_t i = block * format_.block; i < (block + 1) * format_.block; ++i)
+        rows.push_back(FloatRow(true, head, i));
+      // After a rollback beyond the slack the block's first rows exist as codes only: their mean stays.
+      if (rows.front() != nullptr) BlockMean(rows, format_.key.dim, halves);
+      mean.resize(format_.key.dim);
+      std::transform(halves, halves + format_.key.dim, mean.begin(), HalfToFloat);
     }
     uint8_t* page = pages_[j / kPageTokens].data();
     const int token = static_cast<int>(j % kPageTokens);
     EncodeRow(format_.key, true, FloatRow(true, head, j), mean, page + format_.side_offset(true, head), token);
-    EncodeRow(format_.value, false, FloatRow(false, head, j), nullptr, page + format_.side_offset(false, head), token);
+    EncodeRow(format_.value, false, FloatRow(false, head, j), {}, page + format_.side_offset(false, head), token);
   }
 }
 
-CacheView LayerCache::View() const {
+// The attention of a step in pieces: by kv head and query tile, and for few queries by keys as well. How it is cut
+// does not depend on the number of threads at work, so that results do not either.
+struct CpuLayerCache::Cut {
+  int64_t query_tiles, key_begin, key_tiles, splits;
+  int64_t queries;  // of a piece, when it is split
+  std::unique_ptr<float[]> partials;
+
+  AttendArgs Piece(const CpuLayerCache& cache, const StepArgs& step, size_t piece) const {
+    AttendArgs args;
+    args.step = step;
+    args.cache = cache.View();
+    const int64_t split = piece % splits, tile = piece / splits % query_tiles;
+    args.kv_head = static_cast<int>(piece / splits / query_tiles);
+    args.query_begin = tile * kQueryTile;
+    args.query_end = std::min(step.sequence_length, args.query_begin + kQueryTile);
+    if (splits == 1) return args;
+    args.key_begin = key_begin + split * key_tiles / splits * kPageTokens;
+    if (split + 1 < splits) args.key_end = key_begin + (split + 1) * key_tiles / splits * kPageTokens;
+    args.partials = partials.get() + piece * queries * PartialFloats(cache.format_.value.dim);
+    return args;
+  }
+
+  void Merge(const CpuLayerCache& cache, const StepArgs& step, size_t head) const {
+    const int dim = cache.format_.value.dim;
+    for (int64_t i = 0; i < queries; ++i) {
+      const AttendArgs args = Piece(cache, step, head * splits);
+      const auto partial = [&](int64_t split) {
+        return PartialAt(args.partials + (split * queries + i) * PartialFloats(dim), dim);
+      };
+      Partial result = partial(0);
+      for (int64_t split = 1; split < splits; ++split) result.Add(partial(split));
+      FinishQuery(args, static_cast<int>(i), result);
+    }
+  }
+};
+
+std::vector<Phase> CpuLayerCache::Step(const StepArgs& step) {
+  auto cut = std::make_shared<Cut>();
+  const int64_t heads = format_.kv_num_heads;
+  const int64_t first = format_.window_left < 0 ? 0 : std::max<int64_t>(0, chunk_.past - format_.window_left);
+  cut->query_tiles = CeilDiv(step.sequence_length, kQueryTile);
+  cut->key_begin = first / kPageTokens * kPageTokens;
+  cut->key_tiles = CeilDiv(chunk_.total - cut->key_begin, kPageTokens);
+  cut->queries = step.num_heads / heads * step.sequence_length;
+  cut->splits = 1;
+  if (cut->query_tiles == 1 && Kernels().splits)
+    cut->splits = std::clamp<int64_t>(CeilDiv(WantedPieces(), heads), 1, std::max<int64_t>(1, cut->key_tiles / 8));
+  const size_t pieces = heads * cut->query_tiles * cut->splits;
+  if (cut->splits > 1) cut->partials.reset(new float[pieces * cut->queries * PartialFloats(format_.value.dim)]);
+
+  std::vector<Phase> phases;
+  phases.push_back({static_cast<size_t>(heads), [this](size_t head) { EncodeHead(static_cast<int>(head)); }});
+  phases.push_back({pieces, [this, step, cut](size_t piece) { Kernels().attend(cut->Piece(*this, step, piece)); }});
+  if (cut->splits > 1)
+    phases.push_back({static_cast<size_t>(heads), [this, step, cut](size_t head) { cut->Merge(*this, step, head); }});
+  return phases;
+}
+
+CacheView CpuLayerCache::View() const {
   CacheView view;
   view.format = &format_;
   view.pages = page_pointers_.data();
@@ -206,6 +286,7 @@ CacheView LayerCache::View() const {
   view.mean_begin = means_.begin();
   view.exact_page_begin = exact_keys_.begin();
   view.exact_begin = exact_begin_;
+  view.encoded_end = chunk_.encode_to;
   view.past = chunk_.past;
   view.total = chunk_.total;
   view.key = chunk_.key;
@@ -213,7 +294,7 @@ CacheView LayerCache::View() const {
   return view;
 }
 
-void LayerCache::Commit() {
+void CpuLayerCache::Commit() {
   undo_begin_ = exact_begin_;
   undo_end_ = chunk_.past;
   length_ = chunk_.total;
@@ -222,7 +303,7 @@ void LayerCache::Commit() {
   chunk_ = {};
 }
 
-void LayerCache::Settle() {
+void CpuLayerCache::Settle() {
   undo_end_ = -1;
   exact_keys_.FreeBefore(exact_begin_ / kExactPageTokens);
   exact_values_.FreeBefore(exact_begin_ / kExactPageTokens);
@@ -233,13 +314,13 @@ void LayerCache::Settle() {
   means_.FreeBefore(pages_begin_ / format_.block);
 }
 
-void LayerCache::CheckTruncate(int64_t length) const {
+void CpuLayerCache::CheckTruncate(int64_t length) const {
   if (length > 0 && length < length_ && length - format_.window_left < pages_begin_ && pages_begin_ > 0)
     Fail("[truncate] expected a length of 0 or at least ", pages_begin_ + format_.window_left,
          ", since the sliding window has freed older tokens; found ", length);
 }
 
-void LayerCache::Truncate(int64_t length) {
+void CpuLayerCache::Truncate(int64_t length) {
   if (length >= length_) return;
   CheckTruncate(length);
   length_ = length;
