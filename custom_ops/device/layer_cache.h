@@ -66,7 +66,11 @@ class DeviceTable {
  public:
   // Makes the device's copy what the runs say, in one upload of what differs.
   void Sync(Device& device, const SlotRun& low, const SlotRun& exact, const SlotRun& means);
-  DeviceBuffer& buffer() const { return *buffer_; }
+  Dispatch::Argument argument() const {
+    Dispatch::Argument argument;
+    argument.buffer = buffer_.get();
+    return argument;
+  }
   // To add to a page's number for its entry.
   int offset(int section) const { return static_cast<int>(sections_[section].at - sections_[section].base); }
 
@@ -80,7 +84,7 @@ class DeviceTable {
   Section sections_[3];
 };
 
-class DeviceLayerCache final : public LayerCache {
+class KVFUSE_EXPORT DeviceLayerCache final : public LayerCache {
  public:
   DeviceLayerCache(DeviceContext& context, const CacheFormat& format);
   // From a checked snapshot.
@@ -106,8 +110,8 @@ class DeviceLayerCache final : public LayerCache {
   LayerSnapshot Snapshot(bool canonical = false) const override;
   void ReadRow(bool key, int head, int64_t position, float* out) const override;
 
-  // For tests: the int32 dots [kv heads][tokens * heads per kv head][total][key groups] of queries over the low-bit
-  // store, as attention computes them; nothing is appended. Rows beyond the store are not written.
+  // For tests: the int32 dots [kv heads][tokens * heads per kv head][encoded][key groups] of queries with the tokens of
+  // the low-bit store (no sliding window), as attention computes them. The cache stays as it is.
   std::vector<int32_t> IntegerScores(const Rows& query, int num_heads, int64_t sequence_length);
 
  private:

@@ -18,11 +18,11 @@ enum Sizes {
 };
 
 enum FunctionConstants {
-  kConstantVariant = 0,    // 0: one code at a time; 1: four codes a word (dot4)
-  kConstantQueries = 1,    // query rows of a simdgroup: 1, 2, 4 or 8
-  kConstantKeyBits = 2,    // 4, 8 or 16
-  kConstantValueBits = 3,  // 4, 8 or 16
-  kConstantWide = 4        // 1: a lane has two quads of value channels instead of one
+  kConstantVariant = 1,    // 0: one code at a time; 1: four codes a word (dot4)
+  kConstantQueries = 2,    // query rows of a simdgroup: 1, 2, 4 or 8
+  kConstantKeyBits = 3,    // 4, 8 or 16
+  kConstantValueBits = 4,  // 4, 8 or 16
+  kConstantWide = 5        // 1: a lane has two quads of value channels instead of one
 };
 
 // One side of the low-bit store. Within a page, `offset` bytes from the beginning of a kv head:
@@ -37,7 +37,7 @@ struct Side {
   int chunks;        // key: 16-byte pieces of a token; value: quads of channels
   int offset;        // of the codes
   int scales;        // of the scales
-  int pitch;         // floats from one exact row to the next: dim rounded up to 4
+  int pitch;         // floats from one exact row to the next: dim rounded up to 8
 };
 
 // Where the tokens of one layer of one sequence are; the same for every kernel of a step.
@@ -89,7 +89,8 @@ enum AppendArgument {
 // rows, z = kv head and slice of value channels. Splits from `low_splits` on are for exact tokens.
 struct AttendArgs {
   Cache cache;
-  int heads, tokens;            // of the query
+  int heads, tokens;            // of the query: tokens [first_token, first_token + tokens)
+  int first_token;
   int low_splits, exact_splits;
   int query_chunks, slices;
   int causal;

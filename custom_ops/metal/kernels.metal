@@ -416,7 +416,7 @@ inline void find_rows(constant AttendArgs& args, int kv_head, int tile, thread Q
   constant Cache& cache = args.cache;
   const int share = args.heads / cache.kv_heads;
   for (int q = 0; q < N; ++q) {
-    const int index = tile * N + q, token = min(index / share, args.tokens - 1);
+    const int index = tile * N + q, token = args.first_token + min(index / share, args.tokens - 1);
     const int position = cache.past + token;
     rows.row[q] = token * args.heads + kv_head * share + index % share;
     rows.begin[q] = cache.window_left < 0 ? 0 : max(0, position - cache.window_left);
@@ -937,7 +937,7 @@ inline void write_split(constant AttendArgs& args, thread const QueryRows<N>& ro
   const int thread_index = simdgroup * kSimd + lane, threads = simdgroups * kSimd;
   for (int q = 0; q < N; ++q) {
     if (rows.end[q] == 0) continue;
-    const long at = long(split) * count + rows.row[q];
+    const long at = long(split) * count + rows.row[q] - args.first_token * args.heads;
     const int channels = min(width, lanes.quads * 4 - slice * width);
     for (int c = thread_index; c < channels; c += threads) {
       float sum = 0.0f;

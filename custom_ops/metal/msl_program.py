@@ -94,6 +94,7 @@ class Program:
         self.globals: list[tuple[Token, list[Token]]] = []  # `constant` at program scope, and its const/constexpr
         self.shared: list[list[Token]] = []  # threadgroup variables, from `threadgroup` to before `;`
         self.names: set[str] = set()
+        self.enumerators: dict[str, int] = {}
         for token in all_tokens:
             macro = re.match(r"\s*#\s*define\s+(\w+)\(", token.text) if token.kind == "directive" else None
             if macro:
@@ -169,6 +170,8 @@ class Program:
             self.names.update(template_names)
             i = after
             word = self.code[i].text
+        if word == "enum":
+            self._enumerators(i)
         if word in ("using", "typedef", "static_assert", "enum"):
             while self.code[i].text != ";":
                 if self.code[i].kind == "name" and self.code[i + 1].text in ("=", ";", "{", ":"):
@@ -188,6 +191,25 @@ class Program:
             self._scope(i + 1, close, True)
             return close + 1
         return self._function_or_variable(start, i, end, in_struct, header, template_names)
+
+    def _enumerators(self, i: int) -> None:
+        """Values of `enum Name { A = 1, B }`, which attributes may name: `[[buffer(B)]]`."""
+        while self.code[i].text not in ("{", ";"):
+            i += 1
+        value = 0
+        for j in range(i + 1, self._closing(i) if self.code[i].text == "{" else i):
+            if self.code[j].kind == "number":
+                value = int(self.code[j].text, 0)
+            if self.code[j + 1].text in (",", "}"):
+                name = self.code[j] if self.code[j].kind == "name" else self.code[j - 2]
+                self.enumerators[name.text] = value
+                value += 1
+
+    def _number(self, text: str, token: Token) -> int:
+        """An index in an attribute: a number or an enumerator."""
+        if not text.isdigit() and text not in self.enumerators:
+            token.fail("a number or the name of an enumerator in an attribute")
+        return int(text) if text.isdigit() else self.enumerators[text]
 
     def _template_names(self, i: int, end: int) -> list[str]:
         names, depth = [], 0
@@ -251,7 +273,7 @@ class Program:
             Constant(
                 name.text,
                 type_word.text,
-                int(attributes["function_constant"]),
+                self._number(attributes["function_constant"], self.code[i]),
                 self.code[i],
                 self.code[j],
                 tuple(int(v) for v in values.group(1).split(",")) if values else (),
@@ -303,7 +325,7 @@ class Program:
             parameter = Parameter(" ".join(words[:-1]), words[-1])
             position = next((a for a in attributes if a in POSITIONS), "")
             if "buffer" in attributes:
-                parameter.index = int(attributes["buffer"])
+                parameter.index = self._number(attributes["buffer"], self.code[begin])
                 wanted = r"(const )?(device|constant)\b.*[*&]" if not parameter.reference else r"(const )?constant\b.*&"
                 if not re.fullmatch(wanted, parameter.type):
                     self.code[begin].fail("a pointer to device or constant memory, or a reference to constant memory")
@@ -321,7 +343,9 @@ class Program:
             depth += (self.code[j].text == "{") - (self.code[j].text == "}")
             if self.code[j].text != "threadgroup" or self.code[j - 1].text not in "{};":
                 continue
-            last = next(k for k in range(j, end) if self.code[k].text in (";", "=", "*", "&", "(", ","))
+            last = j
+            while self.code[last].text not in (";", "=", "*", "&", "(", ","):
+                last = self._closing(last) + 1 if self.code[last].text == "[" else last + 1
             if self.code[last].text in "*&(":
                 continue  # a pointer
             if self.code[last].text != ";":
