@@ -11,6 +11,8 @@
 using namespace metal;
 using namespace kvfuse_abi;
 
+// cuda: kVariant 1, kQueries 1 2 4 8, kWide 0 1
+// cuda: kVariant 0, kQueries 2 4, kWide 0
 constant int kVariant [[function_constant(kConstantVariant)]];  // values: 0, 1
 constant int kQueries [[function_constant(kConstantQueries)]];  // values: 1, 2, 4, 8
 constant int kWide [[function_constant(kConstantWide)]];        // values: 0, 1

@@ -54,7 +54,7 @@ class Kernel:
     end: Token  # the brace that closes its body
     template_header: str = ""
     template_names: list[str] = field(default_factory=list)
-    max_threads: int = 1024
+    max_threads: int = 0  # 0: the source does not say
 
     @property
     def arguments(self) -> list[Parameter]:
@@ -95,11 +95,13 @@ class Program:
         self.globals: list[tuple[Token, list[Token]]] = []  # `constant` at program scope, and its const/constexpr
         self.shared: list[list[Token]] = []  # threadgroup variables, from `threadgroup` to before `;`
         self.names: set[str] = set()
+        self.uses: dict[str, set[str]] = {}  # function or macro -> names in its body
         self.enumerators: dict[str, int] = {}
         for token in all_tokens:
             macro = re.match(r"\s*#\s*define\s+(\w+)\(", token.text) if token.kind == "directive" else None
             if macro:
                 self.names.add(macro.group(1))
+                self.uses[macro.group(1)] = set(re.findall(r"\w+", token.text[macro.end() :]))
         self._scope(0, len(self.code), in_struct=False)
         self._common_words()
         self._check_words()
@@ -241,12 +243,13 @@ class Program:
         self.names.add(self.code[parenthesis - 1].text)
         if "kernel" in attributes or any(self.code[k].text == "kernel" for k in plain):
             kernel_end = self._kernel(i, parenthesis, j, header, template_names)
-            self.kernels[-1].max_threads = int(attributes.get("max_total_threads_per_threadgroup", "1024"))
+            limit = attributes.get("max_total_threads_per_threadgroup")
+            self.kernels[-1].max_threads = self._number(limit, self.code[i]) if limit else 0
             return kernel_end
         self.functions.append(self.code[i])
         if self.code[j].text == "{":
             close = self._closing(j)
-            self._body(j, close, in_kernel=False)
+            self._body(self.code[parenthesis - 1].text, j, close, in_kernel=False)
             return close + 1
         return self._skip(j)
 
@@ -312,7 +315,7 @@ class Program:
         self.kernels.append(kernel)
         if not header:
             self.instances.append(Instance(name.text, name.text))
-        self._body(j, close, in_kernel=True)
+        self._body(name.text, j, close, in_kernel=True)
         return close + 1
 
     def _parameters(self, parenthesis: int) -> list[Parameter]:
@@ -340,7 +343,8 @@ class Program:
             begin = i + 1
         return result
 
-    def _body(self, i: int, end: int, in_kernel: bool) -> None:
+    def _body(self, name: str, i: int, end: int, in_kernel: bool) -> None:
+        self.uses.setdefault(name, set()).update(t.text for t in self.code[i:end] if t.kind == "name")
         depth = 0
         for j in range(i, end):
             depth += (self.code[j].text == "{") - (self.code[j].text == "}")
@@ -356,6 +360,14 @@ class Program:
             if not in_kernel or depth != 1:
                 self.code[j].fail("threadgroup variables in the outermost block of a kernel only")
             self.shared.append(self.code[j:last])
+
+    def constants_of(self, kernel: str) -> list[Constant]:
+        """The function constants that a kernel or anything it calls reads."""
+        reached, ahead = set(), {kernel}
+        while ahead:
+            reached |= ahead
+            ahead = set().union(*(self.uses.get(name, set()) for name in ahead)) - reached
+        return [constant for constant in self.constants if constant.name in reached]
 
     # -- words -------------------------------------------------------------------------------------------------------
 
