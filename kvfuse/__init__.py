@@ -10,7 +10,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvfuse.devices import DeviceInfo, devices
     from kvfuse.errors import (
+        DeviceError,
         KVFuseError,
         LibraryError,
         ModelError,
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
 # public name -> the module that defines it
 _HOMES = {
+    "DeviceError": "kvfuse.errors",
+    "DeviceInfo": "kvfuse.devices",
     "InferenceSession": "kvfuse.session",
     "KVFuseError": "kvfuse.errors",
     "KvSequence": "kvfuse.sequence",
@@ -39,6 +43,7 @@ _HOMES = {
     "RefusedError": "kvfuse.errors",
     "RewriteReport": "kvfuse.report",
     "SequenceError": "kvfuse.errors",
+    "devices": "kvfuse.devices",
     "diff": "kvfuse.graph_diff",
     "inspect": "kvfuse.pipeline",
     "library_path": "kvfuse.library",
@@ -51,6 +56,8 @@ _HOMES = {
 }
 
 __all__ = [
+    "DeviceError",
+    "DeviceInfo",
     "InferenceSession",
     "KVFuseError",
     "KvSequence",
@@ -61,6 +68,7 @@ __all__ = [
     "RewriteReport",
     "SequenceError",
     "__version__",
+    "devices",
     "diff",
     "inspect",
     "library_path",

@@ -7,6 +7,8 @@
 #include <utility>
 #include <vector>
 
+#include "kvfuse/export.h"
+
 namespace kvfuse {
 
 class DeviceBuffer {
@@ -53,7 +55,7 @@ struct DeviceChoice {
 };
 
 // All back ends that this library knows, built or not.
-std::vector<DeviceChoice> DeviceChoices();
+KVFUSE_EXPORT std::vector<DeviceChoice> DeviceChoices();
 // Made on first use and kept. Throws Error with the reason when `name` is unknown or not usable here.
 Device& GetDevice(const std::string& name);
 

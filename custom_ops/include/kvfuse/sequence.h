@@ -32,6 +32,8 @@ class KVFUSE_EXPORT Sequence {
   int64_t ExactBegin();
   std::map<std::string, int64_t> Bytes();
   void Truncate(int64_t length);
+  // Throws Error when a sliding window has freed what a truncation to `length` needs.
+  void CheckTruncate(int64_t length);
   void Reset() { Truncate(0); }
   // -1 for none; checked before a run's layer appends.
   void SetLimits(int64_t max_tokens, int64_t max_bytes);
