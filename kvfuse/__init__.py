@@ -10,7 +10,6 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvfuse.devices import DeviceInfo, devices
     from kvfuse.errors import (
         DeviceError,
         KVFuseError,
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from kvfuse.graph_diff import diff
     from kvfuse.library import library_path, register
     from kvfuse.pipeline import inspect, rewrite
+    from kvfuse.provider import DeviceInfo, devices
     from kvfuse.report import RewriteReport
     from kvfuse.restore import unfuse
     from kvfuse.sequence import KvSequence, memory_in_use, reorder, set_memory_limit
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # public name -> the module that defines it
 _HOMES = {
     "DeviceError": "kvfuse.errors",
-    "DeviceInfo": "kvfuse.devices",
+    "DeviceInfo": "kvfuse.provider",
     "InferenceSession": "kvfuse.session",
     "KVFuseError": "kvfuse.errors",
     "KvSequence": "kvfuse.sequence",
@@ -43,7 +43,7 @@ _HOMES = {
     "RefusedError": "kvfuse.errors",
     "RewriteReport": "kvfuse.report",
     "SequenceError": "kvfuse.errors",
-    "devices": "kvfuse.devices",
+    "devices": "kvfuse.provider",
     "diff": "kvfuse.graph_diff",
     "inspect": "kvfuse.pipeline",
     "library_path": "kvfuse.library",

@@ -66,7 +66,7 @@ def check_device(device: str) -> str | None:
                 return f"expected the {part} of the CPU, bit by bit ({name}); found others"
         gap = float(np.abs(output - _attention(attributes, *tokens, expected)).max())
         if not gap <= TOLERANCE:
-            return f"expected outputs within {TOLERANCE:.0e} of the formula ({name}); found an error of {gap:.2g}"
+            return f"expected outputs within {TOLERANCE:.0e} of the formula ({name}); found {gap:.2g}"
     return None
 
 
@@ -133,7 +133,7 @@ def _decode(state: State, side: str, bits: int) -> Array:
         nibbles = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:2], HEAD_DIM)
         codes = ((nibbles.astype(np.int64) ^ 8) - 8).astype(np.float64)
     scales: Array = state[f"{side}_scales"].astype(np.float64)
-    return codes * np.repeat(scales, HEAD_DIM // scales.shape[-1], axis=-1)
+    return np.asarray(codes * np.repeat(scales, HEAD_DIM // scales.shape[-1], axis=-1))
 
 
 def two_node_model(attributes: dict[str, Any]) -> bytes:
@@ -161,9 +161,7 @@ def two_node_model(attributes: dict[str, Any]) -> bytes:
         layers=attributes["layer"],
         uniform=0,
     )
-    attend = helper.make_node(
-        "QuantizedKvSdpa", [*heads, "slots"], ["output"], domain="kvfuse", **attributes
-    )
+    attend = helper.make_node("QuantizedKvSdpa", [*heads, "slots"], ["output"], domain="kvfuse", **attributes)
     graph = helper.make_graph([begin, attend], "selftest", inputs, [output], constants)
     opsets = [helper.make_opsetid("", 18), helper.make_opsetid("kvfuse", 1)]
     return bytes(helper.make_model(graph, opset_imports=opsets, ir_version=8).SerializeToString())

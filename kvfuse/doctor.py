@@ -7,9 +7,9 @@ import platform
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvfuse.devices import devices
 from kvfuse.errors import LibraryError
 from kvfuse.library import library_path, native
+from kvfuse.provider import devices
 
 _PACKAGES = ("kvfuse", "onnxruntime", "onnx", "onnx-ir", "onnxscript", "numpy", "tokenizers")
 

@@ -77,9 +77,7 @@ def register(session_options: onnxruntime.SessionOptions) -> None:
     registration_lock(session_options)
 
 
-def registration_lock(
-    session_options: onnxruntime.SessionOptions, provided: bool = False
-) -> threading.Lock:
+def registration_lock(session_options: onnxruntime.SessionOptions, provided: bool = False) -> threading.Lock:
     """Registers the ops with `session_options` once and returns the lock that guards the object's entries.
 
     Args:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import onnxruntime
 
-from kvfuse.devices import add_device
 from kvfuse.errors import LibraryError, ModelError, OptionError, SequenceError
 from kvfuse.library import library_path, native, registration_lock
+from kvfuse.provider import add_device
 from kvfuse.sequence import SequenceView
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvfuse.decoder import Decoder, cache_names, chunks, open_decoder
-from kvfuse.devices import require_device
 from kvfuse.errors import ModelError, OptionError
 from kvfuse.generate import Generation, Tokenizer
+from kvfuse.provider import require_device
 
 Progress = Callable[[str, int, int], None]
 _ROWS = 64  # positions compared at once: a few float64 temporaries of 64 x V

@@ -1,25 +1,48 @@
 #include "device_caches.h"
 
-#include <map>
-#include <memory>
-#include <mutex>
+#include <string>
 #include <vector>
 
+#include "device.h"
 #include "kvfuse/error.h"
 
 namespace kvfuse {
 namespace {
 
 constexpr const char* kWhere = "[KvfuseExecutionProvider]";
+constexpr const char* kEmulated = "emulated";
+
+// The first GPU that is usable here. The emulator is for tests: it is never taken unasked.
+std::string FirstUsable(const std::vector<DeviceChoice>& choices) {
+  std::string reasons;
+  for (const DeviceChoice& choice : choices) {
+    if (choice.name == kEmulated) continue;
+    if (choice.reason.empty()) return choice.name;
+    reasons += (reasons.empty() ? "" : "; ") + choice.name + ": " + choice.reason;
+  }
+  Fail(kWhere, " expected a GPU that is usable here; found none (", reasons, "; the option device '", kEmulated,
+       "' runs the same kernels on the CPU, slowly)");
+}
+
+void CheckName(const std::vector<DeviceChoice>& choices, const std::string& device) {
+  std::string names;
+  for (const DeviceChoice& choice : choices) {
+    if (choice.name == device && choice.reason.empty()) return;
+    if (choice.name == device)
+      Fail(kWhere, " expected a device that is usable here; found ", device, ": ", choice.reason);
+    names += (names.empty() ? "'" : ", '") + choice.name + "'";
+  }
+  Fail(kWhere, " expected device to be one of ", names, "; found '", device, "'");
+}
 
 }  // namespace
 
 CacheDevice& DeviceCaches(const std::string& device, const std::string& variant, bool emulate) {
-  (void)emulate;
   if (!variant.empty() && variant != "scalar" && variant != "simd")
-    Fail(kWhere, " expected a variant of 'scalar' or 'simd'; found '", variant, "'");
-  if (!device.empty() && device != "emulated")
-    Fail(kWhere, " expected device to be 'emulated'; found '", device, "'");
+    Fail(kWhere, " expected variant to be 'scalar' or 'simd'; found '", variant, "'");
+  const std::vector<DeviceChoice> choices = DeviceChoices();
+  const std::string name = !device.empty() ? device : emulate ? kEmulated : FirstUsable(choices);
+  CheckName(choices, name);
   return CpuDevice();
 }
 

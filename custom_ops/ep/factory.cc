@@ -62,8 +62,7 @@ OrtHardwareDevice* MakeVirtualDevice() {
   Api().CreateKeyValuePairs(&facts);
   Api().AddKeyValuePair(facts, "is_virtual", "1");
   OrtHardwareDevice* device = nullptr;
-  OrtStatus* status =
-      Api().GetEpApi()->CreateHardwareDevice(OrtHardwareDeviceType_GPU, 0, 0, "kvfuse", facts, &device);
+  OrtStatus* status = Api().GetEpApi()->CreateHardwareDevice(OrtHardwareDeviceType_GPU, 0, 0, "kvfuse", facts, &device);
   Api().ReleaseKeyValuePairs(facts);
   Check(status);
   return device;

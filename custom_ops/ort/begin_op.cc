@@ -124,7 +124,7 @@ class BeginKernel {
   }
 
   std::shared_ptr<std::vector<int64_t>> rows_;  // handles of the session's own sequences
-  std::shared_ptr<Execution> execution_;         // null when the session has no provider of ours
+  std::shared_ptr<Execution> execution_;        // null when the session has no provider of ours
   std::string fingerprint_;
   std::vector<std::string> layers_;
   bool uniform_ = true;

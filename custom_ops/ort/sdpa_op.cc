@@ -250,9 +250,10 @@ class SdpaKernel {
         private_[b] = std::make_shared<Sequence>(0);
         if (execution_ != nullptr) execution_->Own(private_[b]);
       }
-      private_[b]->CheckLayer(0, attributes_.layer, format, 0, 0);
       rows[b].sequence = private_[b];
-      rows[b].cache = private_[b]->StartLayer(0, attributes_.layer, format, *device_);
+      rows[b].run = private_[b]->run();
+      private_[b]->CheckLayer(rows[b].run, attributes_.layer, format, 0, 0);
+      rows[b].cache = private_[b]->StartLayer(rows[b].run, attributes_.layer, format, *device_);
       rows[b].lock = std::unique_lock<std::mutex>(rows[b].cache->mutex);
       rows[b].past = rows[b].cache->length();
     }

@@ -25,6 +25,8 @@ class KVFUSE_EXPORT Sequence {
   explicit Sequence(int64_t id) : id_(id) {}
 
   int64_t id() const { return id_; }
+  // The number of the present run: the only one that layers take part in.
+  int64_t run() const { return run_.load(); }
 
   // Smallest committed length over the layers of the bound model; 0 before the first run.
   int64_t Length();

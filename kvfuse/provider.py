@@ -1,4 +1,4 @@
-"""The devices that rewritten models can run on, and onnxruntime's execution provider for those that are no CPU.
+"""The devices that rewritten models run on, and onnxruntime's execution provider for those that are no CPU.
 
 The provider lives in the same library as the ops. It takes the QuantizedKvSdpa nodes of a graph and leaves
 the rest to the other providers of the session.
@@ -22,7 +22,7 @@ CPU = "cpu"
 VARIANTS = ("scalar", "simd")
 
 _registration = threading.Lock()
-# What add_device has added to which options: a second provider of one name would be refused without a word why.
+# What add_device has added to which options: a second provider of one name is refused in other words.
 _chosen: weakref.WeakKeyDictionary[object, dict[str, str]] = weakref.WeakKeyDictionary()
 
 
@@ -60,7 +60,9 @@ def require_device(name: str, variant: str | None = None) -> None:
         allowed = f"none for the {CPU}" if name == CPU else f"one of {list(VARIANTS)}"
         raise OptionError(f"[variant] expected {allowed}; found {variant!r}")
     if not known[name].usable:
-        raise DeviceError(f"[device] expected a device that is usable here; found {name}: {known[name].reason}")
+        raise DeviceError(
+            f"[device] expected a device that is usable here; found {name}: {known[name].reason}"
+        )
 
 
 def add_device(options: onnxruntime.SessionOptions, name: str, variant: str | None = None) -> None:
