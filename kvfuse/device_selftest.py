@@ -136,13 +136,18 @@ def _decode(state: State, side: str, bits: int) -> Array:
     return np.asarray(codes * np.repeat(scales, HEAD_DIM // scales.shape[-1], axis=-1))
 
 
-def two_node_model(attributes: dict[str, Any]) -> bytes:
+def two_node_model(
+    attributes: dict[str, Any],
+    num_heads: int = NUM_HEADS,
+    kv_num_heads: int = KV_NUM_HEADS,
+    head_dim: int = HEAD_DIM,
+) -> bytes:
     """Returns a serialized model of KvCacheBegin and one QuantizedKvSdpa, on the session's own sequence."""
     from onnx import TensorProto, helper
 
-    heads = {"query": NUM_HEADS, "key": KV_NUM_HEADS, "value": KV_NUM_HEADS}
+    heads = {"query": num_heads, "key": kv_num_heads, "value": kv_num_heads}
     inputs = [
-        helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, count, "sequence", HEAD_DIM])
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, count, "sequence", head_dim])
         for name, count in heads.items()
     ]
     states = {"kv_sequence": 0, "kv_past_length": -1}
@@ -150,7 +155,7 @@ def two_node_model(attributes: dict[str, Any]) -> bytes:
     constants = [
         helper.make_tensor(name, TensorProto.INT64, [1], [default]) for name, default in states.items()
     ]
-    shape: list[int | str | None] = [1, NUM_HEADS, "sequence", HEAD_DIM]
+    shape: list[int | str | None] = [1, num_heads, "sequence", head_dim]
     output = helper.make_tensor_value_info("output", TensorProto.FLOAT, shape)
     begin = helper.make_node(
         "KvCacheBegin",
