@@ -10,6 +10,7 @@
 #include "kvfuse/page.h"
 #include "kvfuse/registration.h"
 #include "kvfuse/sequence.h"
+#include "python/device_module.h"
 
 namespace py = pybind11;
 using kvfuse::SequenceTable;
@@ -142,6 +143,7 @@ py::object DefaultSequences(const std::string& token, size_t count) {
 }  // namespace
 
 PYBIND11_MODULE(_native, m) {
+  AddDevices(m);
   py::register_exception_translator([](std::exception_ptr error) {
     try {
       if (error) std::rethrow_exception(error);
@@ -190,6 +192,8 @@ PYBIND11_MODULE(_native, m) {
   m.def("read_layer", ReadLayer, py::arg("id"), py::arg("layer"), py::arg("count"));
   m.def("dump_layer", DumpLayer, py::arg("id"), py::arg("layer"));
   m.def("kernel_name", [] { return kvfuse::Kernels().name; });
+  m.def("exact_weights", kvfuse::ExactWeights);
+  m.def("set_exact_weights", kvfuse::SetExactWeights);
   m.def("kernels", [] {
     py::list choices;
     for (const kvfuse::KernelChoice& choice : kvfuse::KernelChoices())
