@@ -33,6 +33,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import kvfuse
 from kvfuse.device_selftest import CASES, two_node_model
+from kvfuse.library import native
 
 SHAPES = {"A 16/8/128": (16, 8, 128), "B 32/8/128": (32, 8, 128)}
 LENGTHS = (512, 2048, 8192, 32768, 131072)
@@ -107,7 +108,9 @@ def torch_us(
 class Case:
     """One node of one shape and format with `length` tokens in its cache."""
 
-    def __init__(self, shape: tuple[int, int, int], attributes: dict[str, Any], device: str, variant: str | None):
+    def __init__(
+        self, shape: tuple[int, int, int], attributes: dict[str, Any], device: str, variant: str | None
+    ):
         self.shape = shape
         heads, kv_heads, size = shape
         attributes = attributes | {"scale": size**-0.5}
@@ -120,7 +123,9 @@ class Case:
         }
 
     def feeds(self, begin: int, count: int, sequence: int, past: int = -1) -> dict[str, Any]:
-        chunk = {name: np.ascontiguousarray(t[:, :, begin : begin + count]) for name, t in self.tokens.items()}
+        chunk = {
+            name: np.ascontiguousarray(t[:, :, begin : begin + count]) for name, t in self.tokens.items()
+        }
         return chunk | {"kv_sequence": np.array([sequence]), "kv_past_length": np.array([past])}
 
     def step(self, feeds: dict[str, Any]) -> tuple[float, Any]:
@@ -252,6 +257,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=4096)
     parser.add_argument("--kernels", action="store_true", help="print the time of every kernel")
     arguments = parser.parse_args()
+    native().set_exact_weights(True)  # in the CPU's outputs, which the errors are taken from
     bandwidth = copy_bandwidth()
     flush = Flush()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {bandwidth / 1e6:.2f} TB/s\n")

@@ -41,7 +41,7 @@ def devices() -> list[DeviceInfo]:
     Raises:
         LibraryError: the compiled library is missing.
     """
-    others = [DeviceInfo(name, not reason, reason or None) for name, reason in native().devices()]
+    others = [DeviceInfo(name, not reason, reason or None) for name, reason in native().device_choices()]
     return [DeviceInfo(CPU, True), *others]
 
 

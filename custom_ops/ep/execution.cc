@@ -5,7 +5,7 @@
 #include <cstdlib>
 #include <unordered_map>
 
-#include "device_caches.h"
+#include "choice.h"
 #include "kvfuse/error.h"
 
 namespace kvfuse {
@@ -29,7 +29,7 @@ int64_t ParseLength(const std::string& text) {
 }  // namespace
 
 Execution::Execution(const std::string& device, const std::string& variant, bool emulate)
-    : caches_(DeviceCaches(device, variant, emulate)) {}
+    : caches_(ChooseDevice(device, variant, emulate)) {}
 
 void Execution::Own(const std::shared_ptr<Sequence>& sequence) {
   std::lock_guard<std::mutex> lock(mutex_);

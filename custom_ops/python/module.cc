@@ -3,7 +3,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include "../device/device.h"
 #include "kvfuse/error.h"
 #include "kvfuse/half.h"
 #include "kvfuse/kernels.h"
@@ -197,12 +196,6 @@ PYBIND11_MODULE(_native, m) {
   m.def("kernels", [] {
     py::list choices;
     for (const kvfuse::KernelChoice& choice : kvfuse::KernelChoices())
-      choices.append(py::make_tuple(choice.name, choice.reason));
-    return choices;
-  });
-  m.def("devices", [] {
-    py::list choices;
-    for (const kvfuse::DeviceChoice& choice : kvfuse::DeviceChoices())
       choices.append(py::make_tuple(choice.name, choice.reason));
     return choices;
   });

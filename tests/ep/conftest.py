@@ -8,12 +8,22 @@ import onnx
 import pytest
 
 import kvfuse
+from kvfuse import _native
 from models.tiny_decoder import build
 
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS / folder) for folder in ("ep", "ops", "runtime", "sequences", ".")]
 
 DEVICE = os.environ.get("KVFUSE_TEST_DEVICE", "emulated")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def exact_weights():
+    """The CPU that devices are compared with multiplies softmax weights in f32, as they do."""
+    before = _native.exact_weights()
+    _native.set_exact_weights(True)
+    yield
+    _native.set_exact_weights(before)
 
 
 @pytest.fixture(scope="session")

@@ -66,7 +66,7 @@ def test_wrong_arguments_are_refused(rewritten, arguments, sentence):
 
 def test_a_device_that_is_not_here_is_refused_with_its_reason(rewritten, monkeypatch):
     class Native:
-        def devices(self):
+        def device_choices(self):
             return [("metal", "no GPU"), ("emulated", "")]
 
     monkeypatch.setattr(provider, "native", Native)

@@ -1,4 +1,4 @@
-// Layer caches on the device that a provider option names.
+// The device that a provider option names, for layer caches.
 #pragma once
 
 #include <string>
@@ -10,6 +10,6 @@ namespace kvfuse {
 // `device` is a name of DeviceChoices; empty takes the first GPU that is usable, or the emulator with `emulate`.
 // `variant` is "scalar" or "simd"; empty takes the default. Throws Error for an unknown word, and with the reason
 // where a device is not usable. What is returned lives as long as the process.
-CacheDevice& DeviceCaches(const std::string& device, const std::string& variant, bool emulate);
+CacheDevice& ChooseDevice(const std::string& device, const std::string& variant, bool emulate);
 
 }  // namespace kvfuse

@@ -1,9 +1,9 @@
-#include "device_caches.h"
+#include "choice.h"
 
 #include <string>
 #include <vector>
 
-#include "device.h"
+#include "device/device.h"
 #include "kvfuse/error.h"
 
 namespace kvfuse {
@@ -37,7 +37,7 @@ void CheckName(const std::vector<DeviceChoice>& choices, const std::string& devi
 
 }  // namespace
 
-CacheDevice& DeviceCaches(const std::string& device, const std::string& variant, bool emulate) {
+CacheDevice& ChooseDevice(const std::string& device, const std::string& variant, bool emulate) {
   if (!variant.empty() && variant != "scalar" && variant != "simd")
     Fail(kWhere, " expected variant to be 'scalar' or 'simd'; found '", variant, "'");
   const std::vector<DeviceChoice> choices = DeviceChoices();
