@@ -27,7 +27,7 @@ from typing import Any
 import gpu_state
 import numpy as np
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
@@ -54,6 +54,7 @@ class Flush:
         self.buffer = torch.empty(L2_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
 
     def __call__(self) -> None:
+        """Returns when all is written."""
         self.buffer.zero_()
         torch.cuda.synchronize()
 
@@ -86,7 +87,7 @@ def torch_us(
     )
 
     def attend() -> torch.Tensor:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=True)
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=True)
 
     try:
         with sdpa_kernel(backend):
@@ -123,6 +124,7 @@ class Case:
         }
 
     def feeds(self, begin: int, count: int, sequence: int, past: int = -1) -> dict[str, Any]:
+        """The tokens [begin, begin + count) for a sequence that goes on, or goes back to `past` first."""
         chunk = {
             name: np.ascontiguousarray(t[:, :, begin : begin + count]) for name, t in self.tokens.items()
         }
@@ -175,7 +177,7 @@ def recorded() -> Iterator[Callable[[], list[Any]]]:
 
 
 def short_state(attributes: dict[str, Any]) -> bytes:
-    """A frozen state of SHORT tokens, made on the CPU; every shape here has the same kv heads and head size."""
+    """A frozen state of SHORT tokens, made on the CPU; it fits all shapes, whose kv heads are the same."""
     case = Case(next(iter(SHAPES.values())), attributes, "cpu", None)
     with kvfuse.KvSequence() as sequence:
         case.step(case.feeds(0, SHORT, sequence.id, 0))
@@ -183,6 +185,7 @@ def short_state(attributes: dict[str, Any]) -> bytes:
 
 
 def decode_rows(arguments: argparse.Namespace, flush: Flush, bandwidth: float) -> Iterator[list[str]]:
+    """One step after T - 1 tokens."""
     rivals: dict[tuple[str, int], list[float | None]] = {}
     for format_name, attributes in ((name, FORMATS[name]) for name in arguments.formats):
         short = short_state(attributes)
@@ -241,6 +244,7 @@ def prompt_rows(arguments: argparse.Namespace, flush: Flush) -> Iterator[list[st
 
 
 def table(heads: list[str], rows: Iterator[list[str]]) -> None:
+    """Prints a Markdown table, each row as soon as it is there."""
     print("| " + " | ".join(heads) + " |")
     print("|" + " --- |" * len(heads))
     for row in rows:
@@ -248,6 +252,7 @@ def table(heads: list[str], rows: Iterator[list[str]]) -> None:
 
 
 def main() -> None:
+    """The command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
