@@ -6,14 +6,15 @@
 #include <utility>
 #include <vector>
 
+#include "device/check.h"
 #include "device/shim/vectors.h"
 
 namespace kvfuse::emulated {
 
 constexpr uint32_t kSimdWidth = 32;
-constexpr uint32_t kMaxThreads = 1024;            // of a threadgroup
-constexpr size_t kMaxSharedBytes = 32768;         // threadgroup memory
-constexpr size_t kMaxSharedVariables = 32;        // a limit of the emulator only
+constexpr uint32_t kMaxThreads = 1024;      // of a threadgroup
+constexpr size_t kMaxSharedBytes = 32768;   // threadgroup memory
+constexpr size_t kMaxSharedVariables = 32;  // a limit of the emulator only
 
 // Where one GPU thread is.
 class Position {
@@ -37,22 +38,16 @@ class Position {
   uint32_t threads_, thread_;
 };
 
-struct Argument {
-  std::string name;
-  size_t bytes;    // of one element
-  bool reference;  // passed by value; else a buffer
-  bool writable;
-};
-
 struct Kernel {
   std::string name;
   void (*run)(void* const* arguments, const Position& at);
-  std::vector<Argument> arguments;
+  std::vector<ArgumentShape> arguments;
+  uint32_t max_threads;  // of a threadgroup
 };
 
 struct Program {
   std::vector<Kernel> kernels;
-  std::vector<std::pair<int, std::string>> constants;  // function constants: index, name
+  std::vector<ConstantShape> constants;
   // Throws Error when there is none of that name.
   const Kernel& Find(const std::string& name) const;
 };
