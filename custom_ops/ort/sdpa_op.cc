@@ -10,6 +10,7 @@
 #include "kvfuse/error.h"
 #include "kvfuse/half.h"
 #include "kvfuse/sequence.h"
+#include "profile.h"
 #include "sdpa_attributes.h"
 
 namespace kvfuse {
@@ -147,6 +148,7 @@ class SdpaKernel {
   }
 
   void Compute(OrtKernelContext* context) {
+    const profile::Timed timed(profile::kCall);
     Tensor inputs[kInputCount];
     for (size_t i = 0; i < kInputCount; ++i) inputs[i] = Input(context, i);
     const Dims dims = CheckDims(inputs);
