@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "device/device.h"
+#include "device/layer_cache.h"
 #include "kvfuse/error.h"
 
 namespace kvfuse {
@@ -43,7 +44,9 @@ CacheDevice& ChooseDevice(const std::string& device, const std::string& variant,
   const std::vector<DeviceChoice> choices = DeviceChoices();
   const std::string name = !device.empty() ? device : emulate ? kEmulated : FirstUsable(choices);
   CheckName(choices, name);
-  return CpuDevice();
+  DeviceOptions options;
+  options.simd = variant != "scalar";
+  return DeviceCaches(GetDevice(name), options);
 }
 
 }  // namespace kvfuse

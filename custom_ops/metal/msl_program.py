@@ -350,7 +350,9 @@ class Program:
             depth += (self.code[j].text == "{") - (self.code[j].text == "}")
             if self.code[j].text != "threadgroup" or self.code[j - 1].text not in "{};":
                 continue
-            last = next(k for k in range(j, end) if self.code[k].text in (";", "=", "*", "&", "(", ","))
+            last = j
+            while self.code[last].text not in (";", "=", "*", "&", "(", ","):
+                last = self._closing(last) + 1 if self.code[last].text == "[" else last + 1
             if self.code[last].text in "*&(":
                 continue  # a pointer
             if self.code[last].text != ";":
