@@ -255,7 +255,11 @@ def cuda_pass(program: Program, number: int, values: dict[str, int], kernels: li
 
 def cuda_wrapper(kernel: Kernel) -> str:
     """The entry of a kernel: its arguments are the kernel's, positions are filled in."""
-    parameters = ", ".join(f"{plain_type(p)} argument_{p.index}" for p in kernel.arguments)
+    # In the grid's constant memory, a struct may be referred to without copying it to each thread.
+    parameters = ", ".join(
+        f"{'const __grid_constant__ ' + p.pointee if p.reference else plain_type(p)} argument_{p.index}"
+        for p in kernel.arguments
+    )
     bounds = f"__launch_bounds__({kernel.max_threads})" if kernel.max_threads else ""
     body = call(kernel, lambda p: f"argument_{p.index}")
     return (
