@@ -18,12 +18,12 @@ namespace kvfuse::amx {
 namespace {
 
 using avx512_vnni::First;
+using avx512_vnni::kLines;
 using avx512_vnni::Scales16;
 using tiles::Planes;
 
 constexpr int kRows = 16;           // of a tile of queries
 constexpr int kTileSize = 16 * 64;  // bytes
-constexpr int kLines = kPageTokens / 16;
 
 struct Isa : avx512_vnni::Isa {
   static constexpr int kQueries = 32;
@@ -38,21 +38,30 @@ struct Isa : avx512_vnni::Isa {
     UnpackKeys(side, bytes, right, next);
     for (int first = 0; first < n; first += kRows)
       ScoreRows(side, bytes, left + first * 64, right, sums + first, std::min(kRows, n - first),
-                scores + first * kPageTokens);
+                scores + first * tiles::kSpanTokens);
   }
 
-  static void AddSplitValues(const SideFormat& side, const uint8_t* bytes, uint64_t, const Planes* planes, int n,
-                             float* const* sums, const uint8_t* next) {
+  static void AddSplitValues(const SideFormat& side, const tiles::SpanBytes& bytes, int tiles, const Planes* planes,
+                             int n, const float* factors, float* const* sums) {
     Workspace::Scope scope;
-    auto* right = Workspace::OfThread().Take<uint8_t>(2 * kTileSize);
+    auto* right = Workspace::OfThread().Take<uint8_t>(tiles::kTiles * 2 * kTileSize);
     for (int c = 0; c < side.dim;) {
       const tiles::ValueChunk chunk = tiles::ValueChunkAt(side, c);
-      UnpackValues(side, bytes + chunk.offset, chunk.lanes, right, next + chunk.offset);
+      for (int k = 0; k < tiles; ++k)
+        if (bytes.tiles[k] != nullptr)
+          UnpackValues(side, bytes.tiles[k] + chunk.offset, chunk.lanes, right + k * 2 * kTileSize,
+                       bytes.next[k] + chunk.offset);
       const Planes& plane = planes[c / side.group_width()];
-      for (int first = 0; first < n; first += kRows)
-        AddRowsOfChunk(side, right, plane, first, std::min(kRows, n - first), sums + first, c, chunk.lanes);
+      for (int first = 0; first < n; first += kRows) {
+        const int rows = std::min(kRows, n - first);
+        AddChunk(side, bytes, tiles, right, plane, first, rows, factors + first, sums + first, c, chunk.lanes);
+      }
       c += chunk.width;
     }
+  }
+
+  static void Exp(const float* x, int count, float* out) {
+    for (int i = 0; i < count; i += 16) avx512_vnni::Isa::Exp(x + i, std::min(16, count - i), out + i);
   }
 
  private:
@@ -126,7 +135,7 @@ struct Isa : avx512_vnni::Isa {
           const __m512i dot =
               _mm512_sub_epi32(_mm512_load_si512(dots[i] + 16 * l), _mm512_set1_epi32(offset * code_sums[i][g]));
           const __m512 score = _mm512_mul_ps(scales, _mm512_cvtepi32_ps(dot));
-          float* at = scores + i * kPageTokens + 16 * l;
+          float* at = scores + i * tiles::kSpanTokens + 16 * l;
           _mm512_store_ps(at, g == 0 ? score : _mm512_add_ps(_mm512_load_ps(at), score));
         }
       }
@@ -146,29 +155,32 @@ struct Isa : avx512_vnni::Isa {
     }
   }
 
-  // sum[c] += factor * (sum over tokens of (256 * high + low) * code) for at most 16 queries and one chunk.
-  KVFUSE_AVX512 static void AddRowsOfChunk(const SideFormat& side, const uint8_t* right, const Planes& plane, int first,
-                                           int n, float* const* sums, int channel, int chunk_lanes) {
+  // sums[i][c] += factors[i] * (sum over tokens of (256 * high + low) * code) for at most 16 queries and one chunk.
+  KVFUSE_AVX512 static void AddChunk(const SideFormat& side, const tiles::SpanBytes& bytes, int tiles,
+                                     const uint8_t* right, const Planes& plane, int first, int n, const float* factors,
+                                     float* const* sums, int channel, int chunk_lanes) {
     alignas(64) int32_t dots[4][kRows][16];  // lower nibble under either plane, upper nibble under either plane
-    const int8_t* high = plane.high + first * tiles::kPlaneStride;
-    const int8_t* low = plane.low + first * tiles::kPlaneStride;
     Tiles::Zero<0>(), Tiles::Zero<1>(), Tiles::Zero<2>(), Tiles::Zero<3>();
-    Tiles::Load<5>(right, 64);
-    Tiles::Load<4>(high, tiles::kPlaneStride), Tiles::AddProduct<0, 4, 5>();
-    Tiles::Load<4>(low, tiles::kPlaneStride), Tiles::AddProduct<1, 4, 5>();
-    Tiles::Store<0>(dots[0], 64), Tiles::Store<1>(dots[1], 64);
-    if (side.bits == 4) {
-      Tiles::Load<5>(right + kTileSize, 64);
-      Tiles::AddProduct<3, 4, 5>();
+    for (int k = 0; k < tiles; ++k, right += 2 * kTileSize) {
+      if (bytes.tiles[k] == nullptr) continue;
+      const int8_t* high = plane.high + first * tiles::kPlaneStride + k * kPageTokens;
+      const int8_t* low = high + tiles::kSpanTokens;
+      Tiles::Load<5>(right, 64);
+      Tiles::Load<4>(high, tiles::kPlaneStride), Tiles::AddProduct<0, 4, 5>();
+      Tiles::Load<4>(low, tiles::kPlaneStride), Tiles::AddProduct<1, 4, 5>();
+      if (side.bits == 8) continue;
+      Tiles::Load<5>(right + kTileSize, 64), Tiles::AddProduct<3, 4, 5>();
       Tiles::Load<4>(high, tiles::kPlaneStride), Tiles::AddProduct<2, 4, 5>();
-      Tiles::Store<2>(dots[2], 64), Tiles::Store<3>(dots[3], 64);
     }
+    Tiles::Store<0>(dots[0], 64), Tiles::Store<1>(dots[1], 64);
+    if (side.bits == 4) Tiles::Store<2>(dots[2], 64), Tiles::Store<3>(dots[3], 64);
     const __mmask16 lanes = First(chunk_lanes);
     for (int i = 0; i < n; ++i) {
-      const __m512i offset = _mm512_set1_epi32((side.bits == 4 ? 8 : 128) * plane.sums[first + i]);
-      const __m512 factor = _mm512_set1_ps(plane.factors[first + i]);
+      const __m512i sum = _mm512_set1_epi32(plane.sums[first + i]);
+      const __m512i offset = side.bits == 4 ? _mm512_slli_epi32(sum, 3) : _mm512_slli_epi32(sum, 7);
+      const __m512 factor = _mm512_set1_ps(factors[i]);
       for (int half = 0; half < (side.bits == 4 ? 2 : 1); ++half) {
-        // at most 64 tokens * 32639 * 255 < 2^30
+        // In the end at most 256 tokens * 32640 * 128 < 2^31; what wraps on the way wraps back.
         const __m512i upper = _mm512_slli_epi32(_mm512_load_si512(dots[2 * half][i]), 8);
         const __m512i dot = _mm512_sub_epi32(_mm512_add_epi32(upper, _mm512_load_si512(dots[2 * half + 1][i])), offset);
         float* at = sums[i] + channel + half * chunk_lanes;

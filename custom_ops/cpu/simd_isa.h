@@ -162,96 +162,89 @@ struct SimdIsa {
     }
   }
 
-  KVFUSE_TARGET static tiles::SoftmaxSums Softmax(const tiles::SoftmaxArgs& args, float* weights) {
-    const F hidden = V::Set(kNegativeInfinity), scale = V::Set(args.scale);
-    const F query_scale = V::Set(args.query_scale), cap = V::Set(args.softcap);
-    const uint64_t seen = args.low_mask | args.exact_mask;
-    F scores[kVectors];
-    // Lanes that no mask names hold anything until they are hidden below.
-    for (int i = 0; i < kVectors; ++i) scores[i] = V::Mul(scale, V::Mul(query_scale, V::Load(args.low + i * kLanes)));
-    for (int i = 0; args.addend != nullptr && i < kVectors; ++i)
-      scores[i] = V::Add(scores[i], V::Load(args.addend + i * kLanes));
-    for (int i = 0; args.exact_mask != 0 && i < kVectors; ++i) {
-      const F exact = V::Mul(scale, V::Load(args.exact + i * kLanes));
-      scores[i] = V::Select(V::Mask(Bits(args.exact_mask, i)), exact, scores[i]);
-    }
-    for (int i = 0; args.softcap > 0.0f && i < kVectors; ++i) scores[i] = V::Mul(cap, Tanh(V::Div(scores[i], cap)));
-    for (int i = 0; args.bias != nullptr && i < kVectors; ++i) {
-      if (Bits(seen, i) == 0) continue;
-      const F bias = args.bias_stride == 0 ? V::Set(*args.bias) : LoadSeen(args.bias + i * kLanes, Bits(seen, i));
-      scores[i] = V::Add(scores[i], bias);
-    }
-    uint64_t visible = seen;
+  // The scores of a span, kNegativeInfinity where none is seen; gives the largest, or 0 when all that are seen are NaN.
+  KVFUSE_TARGET static float Scores(const tiles::SoftmaxArgs& args, float* scores_out) {
+    const F hidden = V::Set(kNegativeInfinity), low_scale = V::Set(args.low_scale);
+    const bool plain = !args.exact_mask.any() && args.softcap == 0.0f && args.bias == nullptr;
     F largest = hidden;
-    for (int i = 0; seen != ~uint64_t{0} && i < kVectors; ++i)
-      scores[i] = V::Select(V::Mask(Bits(seen, i)), scores[i], hidden);
-    for (int i = 0; i < kVectors; ++i) {
-      visible &= ~(static_cast<uint64_t>(V::Bits(V::Equal(scores[i], hidden))) << (i * kLanes));
-      largest = V::MaxNumber(scores[i], largest);
+    for (int k = 0; k < args.tiles; ++k) {
+      const uint64_t seen = args.low_mask.words[k] | args.exact_mask.words[k];
+      for (int i = 0; i < kVectors; ++i) {
+        // Lanes that no mask names hold anything until they are hidden.
+        const int t = k * kPageTokens + i * kLanes;
+        F score = V::Mul(low_scale, V::Load(args.low + t));
+        if (args.addend != nullptr) score = V::Add(score, V::Load(args.addend + t));
+        if (!plain) score = Adjusted(args, k, i, score);
+        if (seen != ~uint64_t{0}) score = V::Select(V::Mask(Bits(seen, i)), score, hidden);
+        V::Store(scores_out + t, score);
+        largest = V::MaxNumber(score, largest);
+      }
     }
-    float maximum = V::ReduceMax(largest);
-    if (maximum == kNegativeInfinity) {
-      if (visible == 0) return {kNegativeInfinity, 0.0f, 0};  // else some are NaN
-      maximum = 0.0f;
-    }
+    const float maximum = V::ReduceMax(largest);
+    if (maximum != kNegativeInfinity) return maximum;
+    bool nan = false;
+    for (int t = 0; t < args.tiles * kPageTokens; ++t) nan |= scores_out[t] != scores_out[t];
+    return nan ? 0.0f : kNegativeInfinity;
+  }
+
+  // exp(score - maximum) in their place; gives the sum.
+  KVFUSE_TARGET static float Powers(float* scores, int tiles, float maximum) {
     const F top = V::Set(maximum);
     F sum = V::Set(0.0f);
-    for (int i = 0; i < kVectors; ++i) {
-      const F weight = Exp(V::Sub(scores[i], top));
+    for (int t = 0; t < tiles * kPageTokens; t += kLanes) {
+      const F weight = Exp(V::Sub(V::Load(scores + t), top));
       sum = V::Add(sum, weight);
-      V::Store(weights + i * kLanes, weight);
+      V::Store(scores + t, weight);
     }
-    return {maximum, V::ReduceAdd(sum), visible};
+    return V::ReduceAdd(sum);
   }
 
-  // The weights of query i times the scales of each group as 16-bit integers in two planes. False when they are too
-  // small to divide by.
-  KVFUSE_TARGET static bool Split(const SideFormat& side, const uint8_t* bytes, uint64_t mask, const float* weights,
-                                  float factor, int i, Planes* planes) {
-    // Products are finite or the sum of x - x is NaN. Tokens that are not seen may have any scale: they count as 0.
-    F seen[kVectors], largest = V::Set(0.0f), odd = largest;
-    const F zero = largest;
-    const bool all = mask == ~uint64_t{0};
-    for (int i = 0; i < kVectors; ++i) {
-      seen[i] = V::Load(weights + i * kLanes);
-      if (!all) seen[i] = V::Select(V::Mask(Bits(mask, i)), seen[i], zero);
-    }
-    for (int g = 0; g < side.groups(); ++g)
-      for (int i = 0; i < kVectors; ++i) {
-        const F x = V::Mul(seen[i], SeenScales(side, bytes, g, i, mask));
-        odd = V::Add(odd, V::Sub(x, x));
-        largest = V::MaxNumber(V::Abs(x), largest);
+  // The largest |weight * scale| of a span; NaN when one of them is not finite.
+  KVFUSE_TARGET static float Largest(const SideFormat& side, const tiles::SpanBytes& bytes, int tiles,
+                                     const tiles::SpanMask& mask, const float* weights) {
+    F largest = V::Set(0.0f), odd = largest;  // odd: NaN once x - x has not been 0
+    for (int k = 0; k < tiles; ++k)
+      for (int i = 0; bytes.tiles[k] != nullptr && i < kVectors; ++i) {
+        const F weight = V::Load(weights + k * kPageTokens + i * kLanes);
+        for (int g = 0; g < side.groups(); ++g) {
+          const F x = Product(side, bytes.tiles[k], mask.words[k], weight, g, i);
+          odd = V::Add(odd, V::Sub(x, x));
+          largest = V::MaxNumber(V::Abs(x), largest);
+        }
       }
-    const bool finite = V::ReduceAdd(odd) == 0.0f;
-    const float size = finite ? V::ReduceMax(largest) : 0.0f;
-    if (size < 1e-30f && size > 0.0f) return false;
-    const F inverse = V::Set(size == 0.0f ? 0.0f : 32512.0f / size);  // 127 * 256
-    const float step = finite ? size / 32512.0f : std::numeric_limits<float>::quiet_NaN();
+    return V::ReduceAdd(odd) == 0.0f ? V::ReduceMax(largest) : std::numeric_limits<float>::quiet_NaN();
+  }
+
+  // The weights times the scales of each group, in steps of 1 / steps, as 16-bit integers in the two planes of query i.
+  KVFUSE_TARGET static void Split(const SideFormat& side, const tiles::SpanBytes& bytes, int tiles,
+                                  const tiles::SpanMask& mask, const float* weights, float steps, int i,
+                                  const Planes* planes) {
+    const F inverse = V::Set(steps);
     for (int g = 0; g < side.groups(); ++g) {
-      auto* high = reinterpret_cast<uint8_t*>(planes[g].high) + i * tiles::kPlaneStride;
-      auto* low = reinterpret_cast<uint8_t*>(planes[g].low) + i * tiles::kPlaneStride;
+      auto* high = reinterpret_cast<uint8_t*>(planes[g].high + i * tiles::kPlaneStride);
+      uint8_t* low = high + tiles::kSpanTokens;
       I sum = V::SetInt(0);
-      for (int v = 0; v < kVectors; ++v) {
-        const F x = V::Mul(seen[v], SeenScales(side, bytes, g, v, mask));
-        const I whole = finite ? V::ToInt(V::Mul(x, inverse)) : V::SetInt(0);
-        sum = V::AddInt(sum, whole);
-        V::StoreBytes(high + v * kLanes, V::template ShiftRight<8>(V::AddInt(whole, V::SetInt(128))), kLanes);
-        V::StoreBytes(low + v * kLanes, whole, kLanes);
-      }
+      for (int k = 0; k < tiles; ++k)
+        for (int v = 0; bytes.tiles[k] != nullptr && v < kVectors; ++v) {
+          const int t = k * kPageTokens + v * kLanes;
+          const F x = Product(side, bytes.tiles[k], mask.words[k], V::Load(weights + t), g, v);
+          const I whole = V::ToInt(V::Mul(x, inverse));
+          sum = V::AddInt(sum, whole);
+          V::StoreBytes(high + t, V::template ShiftRight<8>(V::AddInt(whole, V::SetInt(128))), kLanes);
+          V::StoreBytes(low + t, whole, kLanes);
+        }
       planes[g].sums[i] = V::ReduceAddInt(sum);
-      planes[g].factors[i] = step * factor;
     }
-    return true;
   }
 
-  static void AddSplitValues(const SideFormat& side, const uint8_t* bytes, uint64_t seen, const Planes* planes, int n,
-                             float* const* sums, const uint8_t* next) {
+  static void AddSplitValues(const SideFormat& side, const tiles::SpanBytes& bytes, int tiles, const Planes* planes,
+                             int n, const float* factors, float* const* sums) {
     using Function =
-        void (*)(const SideFormat&, const uint8_t*, uint64_t, const Planes*, int, float* const*, const uint8_t*);
+        void (*)(const SideFormat&, const tiles::SpanBytes&, int, const Planes*, int, const float*, float* const*);
     static constexpr Function four[] = {AddSplitValuesOf<1, 4>, AddSplitValuesOf<2, 4>};
     static constexpr Function eight[] = {AddSplitValuesOf<1, 8>, AddSplitValuesOf<2, 8>};
     for (int i = 0; i < n; i += 2)  // two at a time: what the registers hold
-      (side.bits == 4 ? four : eight)[n - i > 1](side, bytes, seen, planes, i, sums, next);
+      (side.bits == 4 ? four : eight)[n - i > 1](side, bytes, tiles, planes, i, factors, sums);
   }
 
   // The same in f32: sum[c] += factor * weights[t] * scale * code for the tokens of `mask`.
@@ -307,10 +300,21 @@ struct SimdIsa {
     return V::Load(reinterpret_cast<const uint16_t*>(at));
   }
 
-  // Of vector i; zero for tokens that `mask` does not name, whose scales may be NaN.
-  KVFUSE_INLINE F SeenScales(const SideFormat& side, const uint8_t* bytes, int group, int i, uint64_t mask) {
-    const F scales = Scales(side, bytes, group, i * kLanes);
-    return mask == ~uint64_t{0} ? scales : V::Select(V::Mask(Bits(mask, i)), scales, V::Set(0.0f));
+  // weight * scale of vector i of a tile; zero for tokens that `mask` does not name, which may be NaN.
+  KVFUSE_INLINE F Product(const SideFormat& side, const uint8_t* tile, uint64_t mask, F weight, int group, int i) {
+    const F x = V::Mul(weight, Scales(side, tile, group, i * kLanes));
+    return mask == ~uint64_t{0} ? x : V::Select(V::Mask(Bits(mask, i)), x, V::Set(0.0f));
+  }
+
+  // The rarer parts of a score: exact keys, soft cap, bias.
+  KVFUSE_INLINE F Adjusted(const tiles::SoftmaxArgs& args, int k, int i, F score) {
+    const int t = k * kPageTokens + i * kLanes, exact = Bits(args.exact_mask.words[k], i);
+    const int seen = exact | Bits(args.low_mask.words[k], i);
+    if (exact != 0) score = V::Select(V::Mask(exact), V::Mul(V::Set(args.scale), V::Load(args.exact + t)), score);
+    const F cap = V::Set(args.softcap);
+    if (args.softcap > 0.0f) score = V::Mul(cap, Tanh(V::Div(score, cap)));
+    if (args.bias == nullptr || seen == 0) return score;
+    return V::Add(score, args.bias_stride == 0 ? V::Set(*args.bias) : LoadSeen(args.bias + t, seen));
   }
 
   // exp(x) for x <= 0, NaN for NaN: 2^floor(t) * p(t - floor(t)) with t = x log2(e); p is the polynomial of degree 6
@@ -383,7 +387,7 @@ struct SimdIsa {
         for (int p = 0; p < kParts; ++p) {
           const F scales = Scales(side, bytes, g, token + p * kLanes);
           for (int i = 0; i < N; ++i) {
-            float* at = scores + i * kPageTokens + token + p * kLanes;
+            float* at = scores + i * tiles::kSpanTokens + token + p * kLanes;
             const F score = V::Mul(scales, V::ToFloat(dots[i][p]));
             V::Store(at, g == 0 ? score : V::Add(V::Load(at), score));
           }
@@ -391,42 +395,50 @@ struct SimdIsa {
       }
   }
 
-  // sum[c] += factor * (sum over tokens of (256 * high + low) * code), kLanes channels of either nibble at a time, for
-  // N queries from the one of number `first` on.
+  // sums[i][c] += factors[i] * (sum over tokens of (256 * high + low) * code) over the tiles that have bytes: kLanes
+  // channels of either nibble at a time, for N queries from the one of number `first` on.
   template <int N, int kBits>
-  KVFUSE_TARGET static void AddSplitValuesOf(const SideFormat& side, const uint8_t* bytes, uint64_t seen,
-                                             const Planes* planes, int first, float* const* sums, const uint8_t* next) {
-    const int begin = __builtin_ctzll(seen) / 4, end = (63 - __builtin_clzll(seen)) / 4 + 1;
+  KVFUSE_TARGET static void AddSplitValuesOf(const SideFormat& side, const tiles::SpanBytes& bytes, int tiles,
+                                             const Planes* planes, int first, const float* factors,
+                                             float* const* sums) {
     for (int c = 0; c < side.dim;) {
       const tiles::ValueChunk chunk = tiles::ValueChunkAt(side, c);
       const Planes& plane = planes[c / side.group_width()];
       const int8_t* high = plane.high + first * tiles::kPlaneStride;
-      for (int l = 0; first == 0 && l < 16; ++l) __builtin_prefetch(next + chunk.offset + l * 4 * chunk.lanes);
       for (int lane = 0; lane < chunk.lanes; lane += kLanes) {
-        const uint8_t* column = bytes + chunk.offset + lane * 4;
+        const int64_t at = chunk.offset + lane * 4;
         I dots[N][2];
-        if constexpr (kBits == 4)
-          NibbleColumn<N>(column, chunk.lanes, begin, end, high, plane.sums + first, dots);
-        else
-          ByteColumn<N>(column, chunk.lanes, begin, end, high, plane.sums + first, dots);
+        for (int i = 0; i < N; ++i) {
+          const I sum = V::SetInt(plane.sums[first + i]);
+          const I offset = kBits == 4 ? V::template ShiftLeft<3>(sum) : V::template ShiftLeft<7>(sum);
+          dots[i][0] = dots[i][1] = V::SubInt(V::SetInt(0), kBits == 4 || V::kByteOffset != 0 ? offset : V::SetInt(0));
+        }
+        for (int k = 0; k < tiles; ++k) {
+          if (bytes.tiles[k] == nullptr) continue;
+          // One column of lines of a chunk fetches them; the others lie beside it.
+          for (int l = 0; first == 0 && lane == 0 && l < 16; ++l)
+            __builtin_prefetch(bytes.next[k] + chunk.offset + l * 4 * chunk.lanes);
+          if constexpr (kBits == 4)
+            NibbleColumn<N>(bytes.tiles[k] + at, chunk.lanes, high + k * kPageTokens, dots);
+          else
+            ByteColumn<N>(bytes.tiles[k] + at, chunk.lanes, high + k * kPageTokens, dots);
+        }
         for (int i = 0; i < N; ++i)
           for (int half = 0; half < 8 / kBits; ++half) {
-            float* at = sums[first + i] + c + half * chunk.lanes + lane;
-            const F factor = V::Set(plane.factors[first + i]);
-            Store(at, V::MulAdd(factor, V::ToFloat(dots[i][half]), Load(at, chunk.lanes)), chunk.lanes);
+            float* to = sums[first + i] + c + half * chunk.lanes + lane;
+            const F factor = V::Set(factors[first + i]);
+            Store(to, V::MulAdd(factor, V::ToFloat(dots[i][half]), Load(to, chunk.lanes)), chunk.lanes);
           }
       }
       c += chunk.width;
     }
   }
 
-  // `high` is the upper plane of the first query, the lower one kPageTokens behind it; `sums` of 256 * high + low.
+  // The 64 tokens of a tile. `high` is the upper plane of the first query, the lower one lies kSpanTokens behind it.
   template <int N>
-  KVFUSE_INLINE void NibbleColumn(const uint8_t* column, int lanes, int begin, int end, const int8_t* high,
-                                  const int32_t* sums, I (*dots)[2]) {
-    for (int i = 0; i < N; ++i) dots[i][0] = dots[i][1] = V::SetInt(-8 * sums[i]);
-    for (int l = begin; l < end;) {
-      const int stop = std::min(end, l + V::kSteps);
+  KVFUSE_INLINE void NibbleColumn(const uint8_t* column, int lanes, const int8_t* high, I (*dots)[2]) {
+    for (int l = 0; l < 16;) {
+      const int stop = std::min(16, l + V::kSteps);
       Sum parts[N][4];  // lower nibble under either plane, upper nibble under either plane
       for (int i = 0; i < N; ++i)
         for (Sum& part : parts[i]) part = V::NoSum();
@@ -434,7 +446,7 @@ struct SimdIsa {
         const B u = LoadLanes(column + l * 4 * lanes, lanes), lower = V::LowNibbles(u), upper = V::HighNibbles(u);
         for (int i = 0; i < N; ++i) {
           const int8_t* at = high + i * tiles::kPlaneStride + 4 * l;
-          const B h4 = V::Broadcast4(at), l4 = V::Broadcast4(at + kPageTokens);
+          const B h4 = V::Broadcast4(at), l4 = V::Broadcast4(at + tiles::kSpanTokens);
           parts[i][0] = V::Step(parts[i][0], lower, h4);
           parts[i][1] = V::Step(parts[i][1], lower, l4);
           parts[i][2] = V::Step(parts[i][2], upper, h4);
@@ -447,21 +459,21 @@ struct SimdIsa {
     }
   }
 
+  // In the end at most 256 tokens * 32640 * 128 < 2^31; what wraps on the way wraps back.
   template <int N>
-  KVFUSE_INLINE void ByteColumn(const uint8_t* column, int lanes, int begin, int end, const int8_t* high,
-                                const int32_t* sums, I (*dots)[2]) {
+  KVFUSE_INLINE void ByteColumn(const uint8_t* column, int lanes, const int8_t* high, I (*dots)[2]) {
     I upper[N], lower[N];
-    for (int i = 0; i < N; ++i) upper[i] = V::SetInt(0), lower[i] = V::SetInt(-V::kByteOffset * sums[i]);
-    for (int l = begin; l < end; ++l) {
+    for (int i = 0; i < N; ++i) upper[i] = lower[i] = V::SetInt(0);
+    for (int l = 0; l < 16; ++l) {
       const B code = V::ByteCodes(LoadLanes(column + l * 4 * lanes, lanes));
       for (int i = 0; i < N; ++i) {
         const int8_t* at = high + i * tiles::kPlaneStride + 4 * l;
         upper[i] = V::ByteStep(upper[i], code, V::Broadcast4(at));
-        lower[i] = V::ByteStep(lower[i], code, V::Broadcast4(at + kPageTokens));
+        lower[i] = V::ByteStep(lower[i], code, V::Broadcast4(at + tiles::kSpanTokens));
       }
     }
-    // at most 64 tokens * 32639 * 255 < 2^30
-    for (int i = 0; i < N; ++i) dots[i][0] = V::AddInt(V::template ShiftLeft<8>(upper[i]), lower[i]);
+    for (int i = 0; i < N; ++i)
+      dots[i][0] = V::AddInt(dots[i][0], V::AddInt(V::template ShiftLeft<8>(upper[i]), lower[i]));
   }
 };
 

@@ -15,6 +15,7 @@ namespace kvfuse::vectors {
 namespace {
 
 constexpr double kUnit = 0x1p-24;  // half an ulp of 1.0f
+constexpr int64_t kSpan = 256;     // tokens that share the steps of integer weights, and where keys may be split
 
 const KernelTable& Reference() { return *FindKernel("reference"); }
 
@@ -170,11 +171,11 @@ void CheckStore(const KernelTable& table) {
 void AttendSplit(const KernelTable& table, AttendArgs args, int splits) {
   const int dim = args.cache.format->value.dim;
   const int64_t queries = (args.query_end - args.query_begin) * (args.step.num_heads / args.cache.format->kv_num_heads);
-  const int64_t tiles = (args.cache.total + kPageTokens - 1) / kPageTokens, floats = PartialFloats(dim);
+  const int64_t parts = (args.cache.total + kSpan - 1) / kSpan, floats = PartialFloats(dim);
   std::vector<float> partials(splits * queries * floats, std::nanf(""));
   for (int split = 0; split < splits; ++split) {
-    args.key_begin = split * tiles / splits * kPageTokens;
-    args.key_end = split + 1 == splits ? INT64_MAX : (split + 1) * tiles / splits * kPageTokens;
+    args.key_begin = split * parts / splits * kSpan;
+    args.key_end = split + 1 == splits ? INT64_MAX : (split + 1) * parts / splits * kSpan;
     args.partials = partials.data() + split * queries * floats;
     table.attend(args);
   }
@@ -229,7 +230,7 @@ double LargestSum(const Problem& problem, int head, int64_t token) {
   return largest;
 }
 
-// The root of the sum over tiles of (largest weight of the tile / sum of all weights)^2, at most 1. From the float
+// The root of the sum over spans of (largest weight of the span / sum of all weights)^2, at most 1. From the float
 // rows: a score of 4-bit rows may be off by 1, hence the factor e^2.
 double LargestShare(const Problem& problem, int head, int64_t token) {
   const Case& c = problem.what;
@@ -254,7 +255,7 @@ double LargestShare(const Problem& problem, int head, int64_t token) {
     const double weight = std::isfinite(scores[j]) ? std::exp(scores[j] - top) : 0.0;
     sum += weight;
     largest = std::max(largest, weight);
-    if ((j + 1) % kPageTokens == 0 || j + 1 == c.total()) squares += largest * largest, largest = 0.0;
+    if ((j + 1) % kSpan == 0 || j + 1 == c.total()) squares += largest * largest, largest = 0.0;
   }
   return std::min(1.0, std::exp(2.0) * std::sqrt(squares) / sum);
 }
@@ -268,8 +269,8 @@ double LargestShare(const Problem& problem, int head, int64_t token) {
 //   weights    a score's error d makes d of weight, exp() is right within 8 u in either kernel
 //   planes     integer weights: each weight times its value's scale is off by at most 1/65024 of the largest in its
 //   tile
-//              (tile_attend.h), independently: 6 sqrt(64) / 65024 of |v| for a tile that has all the weight, less
-//              where the weight is spread over tiles (see LargestShare)
+//              (tile_attend.h), independently: 6 sqrt(256) / 65024 of |v| for a span that has all the weight,
+//              less where the weight is spread over spans (see LargestShare)
 //   output     a mean of rows none of which is longer than 1.25 |v| (as 4 bits may round it), and rotations keep
 //              lengths: relative errors of at most e in all weights move it by 2 e |v|; n additions in numerator and
 //              denominator make 12 sqrt(n) u |v| in either kernel, log2 D + 2 roundings when rotating back likewise
@@ -287,7 +288,7 @@ double Tolerance(const Problem& problem, int head, int64_t token) {
   const double weight = 2 * score + 16 * kUnit;
   const bool planes = c.format.value.scaled() && !c.exact_weights;
   const double share = planes ? LargestShare(problem, head, token) : 0.0;
-  return v * (2 * weight + share * 6 * std::sqrt(kPageTokens) / 65024 + 24 * std::sqrt(c.total()) * kUnit +
+  return v * (2 * weight + share * 6 * std::sqrt(kSpan) / 65024 + 24 * std::sqrt(c.total()) * kUnit +
               2 * (std::log2(c.format.value.dim) + 2) * kUnit);
 }
 
