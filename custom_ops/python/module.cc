@@ -9,6 +9,7 @@
 #include "kvfuse/page.h"
 #include "kvfuse/registration.h"
 #include "kvfuse/sequence.h"
+#include "python/device_module.h"
 
 namespace py = pybind11;
 using kvfuse::SequenceTable;
@@ -141,6 +142,7 @@ py::object DefaultSequences(const std::string& token, size_t count) {
 }  // namespace
 
 PYBIND11_MODULE(_native, m) {
+  AddDevices(m);
   py::register_exception_translator([](std::exception_ptr error) {
     try {
       if (error) std::rethrow_exception(error);
