@@ -27,3 +27,4 @@ if(CMAKE_SYSTEM_NAME STREQUAL "Linux")
   set_source_files_properties("${emulated_kernels}" PROPERTIES
     COMPILE_OPTIONS "-fsigned-char;-Wno-unused-function;-Wno-unused-const-variable;-Wno-unknown-pragmas")
 endif()
+include(device/metal/metal.cmake)
