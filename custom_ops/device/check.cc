@@ -15,10 +15,10 @@ void CheckRange(const char* where, const DeviceBuffer& buffer, int64_t offset, i
 }
 
 void CheckDispatch(const char* where, const Dispatch& dispatch, const std::vector<ArgumentShape>& arguments,
-                   const std::vector<std::pair<int, std::string>>& constants) {
+                   uint32_t max_threads, const std::vector<std::pair<int, std::string>>& constants) {
   const std::string at = std::string("[") + where + "] expected ", of = " of kernel " + dispatch.kernel + "; found ";
-  if (dispatch.threads == 0 || dispatch.threads > 1024 || dispatch.threads % 32 != 0)
-    Fail(at, "a multiple of 32, at most 1024, as the threads of a group", of, dispatch.threads);
+  if (dispatch.threads == 0 || dispatch.threads > max_threads || dispatch.threads % 32 != 0)
+    Fail(at, "a multiple of 32, at most ", max_threads, ", as the threads of a group", of, dispatch.threads);
   for (const uint32_t groups : dispatch.groups)
     if (groups == 0) Fail(at, "at least one group each way", of, groups);
   if (dispatch.arguments.size() != arguments.size())

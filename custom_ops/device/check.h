@@ -19,10 +19,10 @@ struct ArgumentShape {
   bool writable;
 };
 
-// Throw Error with one sentence, `where` the name of the device.
+// Throw Error with one sentence, `where` the name of the device. `max_threads`: of a group, at most 1024.
 void CheckSize(const char* where, int64_t bytes);
 void CheckRange(const char* where, const DeviceBuffer& buffer, int64_t offset, int64_t bytes);
 void CheckDispatch(const char* where, const Dispatch& dispatch, const std::vector<ArgumentShape>& arguments,
-                   const std::vector<std::pair<int, std::string>>& constants);
+                   uint32_t max_threads, const std::vector<std::pair<int, std::string>>& constants);
 
 }  // namespace kvfuse

@@ -1,5 +1,7 @@
 #include "device/device.h"
 
+#include <iterator>
+#include <memory>
 #include <mutex>
 
 #include "device/backends.h"
@@ -30,7 +32,7 @@ std::vector<DeviceChoice> DeviceChoices() {
 
 Device& GetDevice(const std::string& name) {
   static std::mutex mutex;
-  static std::unique_ptr<Device> made[std::size(kBackends)];
+  static Device* made[std::size(kBackends)];  // never destroyed: a driver may be gone before this library
   std::lock_guard<std::mutex> lock(mutex);
   std::string known;
   for (size_t i = 0; i < std::size(kBackends); ++i) {
@@ -40,7 +42,7 @@ Device& GetDevice(const std::string& name) {
     if (made[i] == nullptr) {
       const std::string reason = backend.reason();
       if (!reason.empty()) Fail("[device] expected a device '", name, "' that is usable here; found: ", reason);
-      made[i] = backend.make();
+      made[i] = backend.make().release();
     }
     return *made[i];
   }

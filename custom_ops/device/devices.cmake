@@ -16,15 +16,42 @@ function(kvfuse_translate target symbol output)
     VERBATIM)
 endfunction()
 
+include(device/metal/metal.cmake)
+
 if(CMAKE_SYSTEM_NAME STREQUAL "Linux")
   set(emulated_kernels "${CMAKE_CURRENT_BINARY_DIR}/emulated_kernels.cc")
   kvfuse_translate(emulated BuiltinProgram "${emulated_kernels}")
   target_sources(kvfuse_ops PRIVATE
     device/emulated/device.cc device/emulated/fiber.cc device/emulated/grid.cc device/emulated/group.cc
+    device/emulated/problem.cc
     "${emulated_kernels}")
   target_compile_definitions(kvfuse_ops PRIVATE KVFUSE_EMULATED)
   # Metal's char is signed. Kernels may leave a helper unused, and carry attributes of Metal.
   set_source_files_properties("${emulated_kernels}" PROPERTIES
     COMPILE_OPTIONS "-fsigned-char;-Wno-unused-function;-Wno-unused-const-variable;-Wno-unknown-pragmas")
 endif()
-include(device/metal/metal.cmake)
+
+# CUDA, where nvcc is found. -DKVFUSE_CUDA=OFF leaves it out. The driver is looked for when the library runs.
+option(KVFUSE_CUDA "Build the cuda device when nvcc is found" ON)
+if(KVFUSE_CUDA)
+  include(CheckLanguage)
+  check_language(CUDA)
+endif()
+if(KVFUSE_CUDA AND CMAKE_CUDA_COMPILER)
+  if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
+    set(CMAKE_CUDA_ARCHITECTURES 80-virtual 90-real)  # machine code for one, text that the driver compiles for others
+  endif()
+  enable_language(CUDA)
+  find_package(CUDAToolkit REQUIRED)
+  set(cuda_kernels "${CMAKE_CURRENT_BINARY_DIR}/cuda_kernels.cu")
+  kvfuse_translate(cuda BuiltinProgram "${cuda_kernels}")
+  # A target of its own: the library's flags are the host compiler's.
+  add_library(kvfuse_cuda_kernels OBJECT "${cuda_kernels}")
+  set_target_properties(kvfuse_cuda_kernels PROPERTIES CUDA_STANDARD 17 CUDA_STANDARD_REQUIRED ON)
+  target_include_directories(kvfuse_cuda_kernels PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}" "${CMAKE_CURRENT_SOURCE_DIR}/include")
+  # Equality is promised: no contraction of a*b+c.
+  target_compile_options(kvfuse_cuda_kernels PRIVATE -fmad=false)
+  target_sources(kvfuse_ops PRIVATE device/cuda/device.cc device/cuda/staging.cc $<TARGET_OBJECTS:kvfuse_cuda_kernels>)
+  target_compile_definitions(kvfuse_ops PRIVATE KVFUSE_CUDA)
+  target_link_libraries(kvfuse_ops PRIVATE CUDA::cudart_static)
+endif()

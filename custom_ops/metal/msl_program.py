@@ -54,6 +54,7 @@ class Kernel:
     end: Token  # the brace that closes its body
     template_header: str = ""
     template_names: list[str] = field(default_factory=list)
+    max_threads: int = 1024
 
     @property
     def arguments(self) -> list[Parameter]:
@@ -217,7 +218,9 @@ class Program:
         plain, attributes = self._attributes(i, parenthesis)
         self.names.add(self.code[parenthesis - 1].text)
         if "kernel" in attributes or any(self.code[k].text == "kernel" for k in plain):
-            return self._kernel(i, parenthesis, j, header, template_names)
+            kernel_end = self._kernel(i, parenthesis, j, header, template_names)
+            self.kernels[-1].max_threads = int(attributes.get("max_total_threads_per_threadgroup", "1024"))
+            return kernel_end
         self.functions.append(self.code[i])
         if self.code[j].text == "{":
             close = self._closing(j)

@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> int:
     try:
         for path in inputs:
             source += [*read(Path(path), Path(path).name, seen), Token("space", "\n", path, 0)]
-        text = "".join(t.out for t in source) if target == "flat" else WRITERS[target](Program(source), symbol)
+        text = "".join(t.out for t in source) if target == "flat" else WRITERS[target](Program(source), symbol, Path(out))
     except TranslationError as error:
         print(error, file=sys.stderr)
         return 1
@@ -57,12 +57,31 @@ def strip_spaces(program: Program) -> None:
             token.out = "" if "const" in beside else "const"
 
 
-def argument_list(kernel: Kernel) -> str:
+def arguments_function(kernel: Kernel) -> str:
+    """A function that describes the arguments: of a template, as their types depend on its arguments."""
     rows = (
         f"{{{json.dumps(p.name)}, sizeof({p.pointee}), {str(p.reference).lower()}, {str(p.writable).lower()}}}"
         for p in kernel.arguments
     )
-    return f"{{{', '.join(rows)}}}" if kernel.arguments else "{}"
+    return (
+        f" {kernel.template_header} static std::vector<ArgumentShape> {kernel.name}_arguments()"
+        f" {{ return {{{', '.join(rows)}}}; }}"
+    )
+
+
+def kernel_rows(program: Program, scope: str, address: str) -> str:
+    """The rows of the table of kernels."""
+    limits = {kernel.name: kernel.max_threads for kernel in program.kernels}
+    rows = []
+    for i in program.instances:
+        angled = f"<{i.template_arguments}>" if i.template_arguments else ""
+        function, arguments = f"{scope}{i.kernel}_run{angled}", f"{scope}{i.kernel}_arguments{angled}()"
+        rows.append(f"{{{json.dumps(i.name)}, {address.format(function)}, {arguments}, {limits[i.kernel]}}}")
+    return ",\n  ".join(rows)
+
+
+def constant_rows(program: Program) -> str:
+    return ", ".join(f"{{{c.index}, {json.dumps(c.name)}}}" for c in program.constants)
 
 
 def call(kernel: Kernel, argument: Callable[[Parameter], str]) -> str:
@@ -77,7 +96,7 @@ def host_argument(p: Parameter) -> str:
     return f"*{pointer}" if p.reference else pointer
 
 
-def emulated(program: Program, symbol: str) -> str:
+def emulated(program: Program, symbol: str, out: Path) -> str:
     strip_spaces(program)
     for constant in program.constants:
         blank(program, constant.first, constant.last)
@@ -95,16 +114,8 @@ def emulated(program: Program, symbol: str) -> str:
         body = call(kernel, host_argument)
         kernel.end.after = (
             f" {kernel.template_header} static void {kernel.name}_run(void* const* arguments, const "
-            f"emulated::Position& at) {{ (void)arguments; (void)at; {body}; }}"
-            f" {kernel.template_header} static std::vector<emulated::Argument> {kernel.name}_arguments()"
-            f" {{ return {argument_list(kernel)}; }}"
+            f"emulated::Position& at) {{ (void)arguments; (void)at; {body}; }}{arguments_function(kernel)}"
         )
-    rows = "".join(
-        f"  {{{json.dumps(i.name)}, &kernels::{i.kernel}_run{angled(i.template_arguments)}, "
-        f"kernels::{i.kernel}_arguments{angled(i.template_arguments)}()}},\n"
-        for i in program.instances
-    )
-    constants = ", ".join(f'{{{c.index}, "{c.name}"}}' for c in program.constants)
     return f"""#include "device/emulated/metal.h"
 namespace kvfuse {{ namespace {{ namespace kernels {{
 using namespace metal;
@@ -115,16 +126,12 @@ namespace emulated {{
 const Program& {symbol}();
 const Program& {symbol}() {{
   static const Program program{{{{
-{rows}  }}, {{{constants}}}}};
+  {kernel_rows(program, "kernels::", "&{}")}}}, {{{constant_rows(program)}}}}};
   return program;
 }}
 }}
 }}
 """
-
-
-def angled(template_arguments: str) -> str:
-    return f"<{template_arguments}>" if template_arguments else ""
 
 
 def blank(program: Program, first: Token, last: Token) -> None:
@@ -145,7 +152,7 @@ def share(program: Program, place: str) -> None:
         )
 
 
-def cuda(program: Program, symbol: str) -> str:
+def cuda(program: Program, symbol: str, out: Path) -> str:
     strip_spaces(program)
     for words in program.shared:
         words[0].out = "__shared__"
@@ -163,15 +170,45 @@ def cuda(program: Program, symbol: str) -> str:
         kernel.token.out = "static __device__ __forceinline__"
         parameters = ", ".join(f"{plain_type(p)} argument_{p.index}" for p in kernel.arguments)
         kernel.end.after = (
-            f" {kernel.template_header} __global__ void __launch_bounds__(1024) {kernel.name}_run({parameters})"
-            f" {{ const cuda::Position at{{}}; (void)at; {call(kernel, lambda p: f'argument_{p.index}')}; }}"
-            f" {kernel.template_header} static std::vector<cuda::Argument> {kernel.name}_arguments()"
-            f" {{ return {argument_list(kernel)}; }}"
+            f" {kernel.template_header} __global__ void __launch_bounds__({kernel.max_threads})"
+            f" {kernel.name}_run({parameters}) {{ const cuda::Position at{{}}; (void)at;"
+            f" {call(kernel, lambda p: f'argument_{p.index}')}; }}{arguments_function(kernel)}"
         )
-    return joined(program)
+    for constant in program.constants:
+        if not constant.values:
+            constant.first.fail("the values that are compiled for CUDA, '// values: 0, 1', behind a function constant")
+    passes, rows = [], []
+    for number, values in enumerate(itertools.product(*(c.values for c in program.constants))):
+        chosen = list(zip(program.constants, values, strict=True))
+        passes.append(
+            "".join(f"#define KVFUSE_CONSTANT_{c.index} {value}\n" for c, value in chosen)
+            + f'namespace combination_{number} {{\nusing namespace metal;\n#include "{out.name}"\n}}\n'
+            + "".join(f"#undef KVFUSE_CONSTANT_{c.index}\n" for c, _ in chosen)
+        )
+        constants = ", ".join(f"{{{c.index}, {value}}}" for c, value in chosen)
+        kernels = kernel_rows(program, f"combination_{number}::", "reinterpret_cast<const void*>(&{})")
+        rows.append(f"{{{{{constants}}}, {{{kernels}}}}}")
+    return f"""#if !defined(KVFUSE_KERNELS)
+#define KVFUSE_KERNELS
+#include "device/cuda/metal.cuh"
+namespace kvfuse {{ namespace {{
+{"".join(passes)}
+}}
+namespace cuda {{
+const Program& {symbol}() {{
+  static const Program program{{{{{constant_rows(program)}}}, {{
+  {(","+chr(10)).join(rows)}}}}};
+  return program;
+}}
+}}
+}}
+#else
+{joined(program)}
+#endif
+"""
 
 
-def lint(program: Program, symbol: str) -> str:
+def lint(program: Program, symbol: str, out: Path) -> str:
     return joined(program)
 
 

@@ -68,9 +68,7 @@ class EmulatedDevice : public Device {
 
   void Launch(const Dispatch& dispatch) override {
     const Kernel& kernel = program_.Find(dispatch.kernel);
-    std::vector<ArgumentShape> shapes;
-    for (const Argument& a : kernel.arguments) shapes.push_back({a.name.c_str(), a.bytes, a.reference, a.writable});
-    CheckDispatch("emulated", dispatch, shapes, program_.constants);
+    CheckDispatch("emulated", dispatch, kernel.arguments, kernel.max_threads, program_.constants);
     Grid grid;
     grid.program = &program_;
     grid.kernel = &kernel;

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "device/check.h"
 #include "device/shim/vectors.h"
 
 namespace kvfuse::emulated {
@@ -13,7 +14,7 @@ namespace kvfuse::emulated {
 constexpr uint32_t kSimdWidth = 32;
 constexpr uint32_t kMaxThreads = 1024;            // of a threadgroup
 constexpr size_t kMaxSharedBytes = 32768;         // threadgroup memory
-constexpr size_t kMaxInlineBytes = 4096;          // of an argument that is passed by value
+constexpr size_t kMaxSharedVariables = 32;        // a limit of the emulator only
 
 // Where one GPU thread is.
 class Position {
@@ -37,17 +38,11 @@ class Position {
   uint32_t threads_, thread_;
 };
 
-struct Argument {
-  std::string name;
-  size_t bytes;    // of one element
-  bool reference;  // passed by value; else a buffer
-  bool writable;
-};
-
 struct Kernel {
   std::string name;
   void (*run)(void* const* arguments, const Position& at);
-  std::vector<Argument> arguments;
+  std::vector<ArgumentShape> arguments;
+  uint32_t max_threads;  // of a threadgroup
 };
 
 struct Program {

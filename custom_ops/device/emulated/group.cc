@@ -4,18 +4,17 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
-#include <sstream>
 
 #include "device/emulated/fiber.h"
 #include "device/emulated/grid.h"
+#include "device/emulated/problem.h"
 #include "kvfuse/error.h"
 
 namespace kvfuse::emulated {
 namespace {
 
 constexpr size_t kRedZone = 64;  // between the variables of threadgroup memory, so that AddressSanitizer sees an overrun
-constexpr size_t kMaxVariables = 32;
-constexpr size_t kArenaBytes = kMaxSharedBytes + (kMaxVariables + 1) * kRedZone;
+constexpr size_t kArenaBytes = kMaxSharedBytes + (kMaxSharedVariables + 1) * kRedZone;
 
 class Group;
 
@@ -56,7 +55,7 @@ class Group {
   Bits Meet(Bits mine, Bits (*combine)(const Lanes&), Site site, const Lanes** lanes);
   void* Shared(size_t bytes, size_t alignment, Site site);
   int32_t Constant(int index, const char* name);
-  [[noreturn]] void Abandon(const std::string& sentence);
+  [[noreturn]] void Abandon(const Problem& problem);
   Thread& current() { return *current_; }
 
  private:
@@ -71,8 +70,7 @@ class Group {
   void InOrder(uint32_t count, F f) const;
   Thread* NextReady();
   void Block();
-  [[noreturn]] void SwitchFor(Thread* next);
-  std::string WhyStuck() const;
+  Problem WhyStuck() const;
 
   const Grid* grid_ = nullptr;
   Schedule schedule_;
@@ -92,16 +90,13 @@ class Group {
   struct Variable {
     const char* name;
     char* address;
-  } variable_[kMaxVariables];
-  std::string error_;
+  } variable_[kMaxSharedVariables];
+  Problem problem_;
 };
 
 thread_local Group* running = nullptr;
 
-std::string At(const Site& site) {
-  const char* slash = std::strrchr(site.file, '/');
-  return std::string(site.what) + " (" + (slash ? slash + 1 : site.file) + ":" + std::to_string(site.line) + ")";
-}
+bool Same(const Site& a, const Site& b) { return a.line == b.line && std::strcmp(a.file, b.file) == 0; }
 
 template <typename F>
 void Group::InOrder(uint32_t count, F f) const {
@@ -129,7 +124,6 @@ void Group::Enter(void* pointer) {
   const Grid& grid = *group.grid_;
   grid.kernel->run(grid.arguments.data(), Position({grid.groups[0], grid.groups[1], grid.groups[2]}, group.group_,
                                                    grid.threads, self.number));
-  Release(&group.end_order_);
   group.Finish();
 }
 
@@ -149,8 +143,9 @@ void Group::Block() {
   Thread& self = *current_;
   Thread* next = NextReady();
   if (next == &self) return;
+  Release(&end_order_);  // should the thread never come back: the host goes on after all that it did
   if (next == nullptr) {
-    if (alive_ != 0) error_ = WhyStuck();
+    if (alive_ != 0) problem_ = WhyStuck();
     Fiber::Switch(self.fiber, main_);
   } else {
     current_ = next;
@@ -158,26 +153,26 @@ void Group::Block() {
   }
 }
 
-std::string Group::WhyStuck() const {
-  const Thread *waits = nullptr, *other = nullptr;
+// No thread can go on: some wait at a barrier, and another, in a simd operation or at its end, will not come.
+Problem Group::WhyStuck() const {
+  Problem problem{Problem::kBarrierNotReached};
+  const Thread* missing = nullptr;
   for (uint32_t i = 0; i < grid_->threads; ++i) {
     const Thread& thread = *threads_[i];
-    const Thread*& which = thread.state == Thread::kAtBarrier ? waits : other;
-    if (which == nullptr || (&which == &other && thread.state == Thread::kInSimd)) which = &thread;
+    if (thread.state == Thread::kAtBarrier)
+      problem.expected = thread.site;
+    else if (missing == nullptr || (missing->state == Thread::kDone && thread.state == Thread::kInSimd))
+      missing = &thread;
   }
-  if (waits == nullptr || other == nullptr) return "[emulated] expected threads that can go on; found none";
-  std::ostringstream text;
-  text << "[emulated] expected all threads of the group in " << At(waits->site) << " of kernel " << grid_->kernel->name
-       << ", where thread " << waits->number << " is; found thread " << other->number << " ";
-  if (other->state == Thread::kDone)
-    text << "at its end";
-  else
-    text << "in " << At(other->site);
-  return text.str();
+  problem.thread = missing->number;
+  if (missing->state == Thread::kInSimd) problem.found = missing->site;
+  return problem;
 }
 
-void Group::Abandon(const std::string& sentence) {
-  error_ = sentence;
+// Leaves all threads of the group where they are, for good.
+void Group::Abandon(const Problem& problem) {
+  problem_ = problem;
+  Release(&end_order_);
   Fiber::Switch(current_->fiber, main_);
   __builtin_unreachable();
 }
@@ -185,9 +180,7 @@ void Group::Abandon(const std::string& sentence) {
 void Group::Barrier(bool orders_memory, Site site) {
   Thread& self = *current_;
   if (at_barrier_ == 0) barrier_ = site;
-  if (barrier_.line != site.line || std::strcmp(barrier_.file, site.file) != 0)
-    Abandon("[emulated] expected all threads of the group in " + At(barrier_) + " of kernel " + grid_->kernel->name +
-            "; found thread " + std::to_string(self.number) + " in " + At(site));
+  if (!Same(barrier_, site)) Abandon({Problem::kAnotherBarrier, self.number, 0, barrier_, site});
   const int phase = barrier_phase_;
   if (orders_memory) Release(&barrier_order_[phase]);
   self.site = site;
@@ -215,10 +208,7 @@ Bits Group::Meet(Bits mine, Bits (*combine)(const Lanes&), Site site, const Lane
   const uint32_t lane = self.number % kSimdWidth, first = self.number - lane;
   if (simdgroup.arrived != 0) {
     const Thread& other = *threads_[first + static_cast<uint32_t>(__builtin_ctz(simdgroup.arrived))];
-    if (other.site.line != site.line || std::strcmp(other.site.file, site.file) != 0)
-      Abandon("[emulated] expected all lanes of simdgroup " + std::to_string(first / kSimdWidth) + " in " +
-              At(other.site) + " of kernel " + grid_->kernel->name + "; found lane " + std::to_string(lane) + " in " +
-              At(site));
+    if (!Same(other.site, site)) Abandon({Problem::kAnotherSimdSite, self.number, 0, other.site, site});
   }
   const int phase = simdgroup.phase;
   simdgroup.lanes[phase].values[lane] = mine;
@@ -265,11 +255,8 @@ void* Group::Shared(size_t bytes, size_t alignment, Site site) {
   for (size_t i = 0; i < variables_; ++i)
     if (variable_[i].name == site.what) return variable_[i].address;
   shared_bytes_ += (bytes + 15) / 16 * 16;
-  if (shared_bytes_ > kMaxSharedBytes || variables_ == kMaxVariables)
-    Abandon("[emulated] expected at most " + std::to_string(kMaxSharedBytes) + " bytes of threadgroup memory in " +
-            std::to_string(kMaxVariables) + " variables in kernel " + grid_->kernel->name + "; found " +
-            std::to_string(shared_bytes_) + " with " + At(site));
-  // The end, not the start, lies at a red zone without a gap: overruns go upwards. Alignment is at most 16.
+  if (shared_bytes_ > kMaxSharedBytes || variables_ == kMaxSharedVariables)
+    Abandon({Problem::kSharedMemory, current_->number, static_cast<int64_t>(shared_bytes_), site, {}});
   arena_used_ = (arena_used_ + kRedZone + alignment - 1) / alignment * alignment;
   char* address = arena_ + arena_used_;
   arena_used_ += bytes;
@@ -282,8 +269,7 @@ void* Group::Shared(size_t bytes, size_t alignment, Site site) {
 int32_t Group::Constant(int index, const char* name) {
   for (const auto& constant : grid_->constants)
     if (constant.first == index) return constant.second;
-  Abandon("[emulated] expected the dispatch of " + grid_->kernel->name + " to set function constant " + name +
-          "; found none of index " + std::to_string(index));
+  Abandon({Problem::kConstant, current_->number, index, {name, "", 0}, {}});
 }
 
 void Group::RunGroup(uint32_t number, char* arena) {
@@ -316,7 +302,7 @@ void Group::RunGroup(uint32_t number, char* arena) {
 void Group::RunGrid(const Grid& grid, const Schedule& schedule) {
   grid_ = &grid;
   schedule_ = schedule;
-  error_.clear();
+  problem_ = {};
   const uint32_t count = grid.groups[0] * grid.groups[1] * grid.groups[2];
   // Groups do not wait for each other. ThreadSanitizer, which is not told of any order between them, would call it a
   // race that they use the same memory one after another; there each has its own.
@@ -331,11 +317,11 @@ void Group::RunGrid(const Grid& grid, const Schedule& schedule) {
   for (uint32_t i = 0; i < count; ++i) numbers[i] = schedule.order == Schedule::kReverse ? count - 1 - i : i;
   if (schedule.order == Schedule::kRandom)
     for (uint32_t i = count; i > 1; --i) std::swap(numbers[i - 1], numbers[order.Below(i)]);
-  for (uint32_t i = 0; i < count && error_.empty(); ++i) RunGroup(numbers[i], aligned + (i % arenas) * kArenaBytes);
+  for (uint32_t i = 0; i < count && problem_.kind == Problem::kNone; ++i) RunGroup(numbers[i], aligned + (i % arenas) * kArenaBytes);
   Acquire(&end_order_);
   Allow(memory.get(), arenas * kArenaBytes + 16);
   running = outer;
-  if (!error_.empty()) throw Error(error_);
+  if (problem_.kind != Problem::kNone) throw Error(Describe(problem_, grid.kernel->name));
 }
 
 }  // namespace
@@ -347,8 +333,7 @@ Bits FromLane(Bits mine, uint32_t from, Site site) {
   const Lanes* lanes;
   running->Meet(mine, nullptr, site, &lanes);
   if (from >= kSimdWidth || (lanes->active >> from & 1u) == 0)
-    running->Abandon("[emulated] expected a lane that takes part in " + At(site) + "; found lane " +
-                     std::to_string(from) + ", asked for by thread " + std::to_string(running->current().number));
+    running->Abandon({Problem::kLaneWithoutPart, running->current().number, from, site, {}});
   return lanes->values[from];
 }
 
