@@ -38,14 +38,14 @@ if(APPLE)
   # Without CoreGraphics a command-line program has no default device.
   target_link_libraries(kvfuse_metal PUBLIC "-framework Metal" "-framework Foundation" "-framework CoreGraphics")
 else()
-  set(headers "${CMAKE_CURRENT_BINARY_DIR}/metal-cpp")
-  execute_process(COMMAND "${Python_EXECUTABLE}" "${metal_dir}/fake/gcc_headers.py" "${METAL_CPP_DIR}" "${headers}"
+  set(metal_headers "${CMAKE_CURRENT_BINARY_DIR}/metal-cpp")
+  execute_process(COMMAND "${Python_EXECUTABLE}" "${metal_dir}/fake/gcc_headers.py" "${METAL_CPP_DIR}" "${metal_headers}"
     COMMAND_ERROR_IS_FATAL ANY)
   set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${metal_dir}/fake/gcc_headers.py")
   target_sources(kvfuse_metal PRIVATE
     "${metal_dir}/fake/foundation.cc" "${metal_dir}/fake/metal_objects.cc" "${metal_dir}/fake/msl_text.cc"
     "${metal_dir}/fake/objc_runtime.cc")
-  target_include_directories(kvfuse_metal SYSTEM PUBLIC "${headers}" "${metal_dir}/fake/include")
+  target_include_directories(kvfuse_metal SYSTEM PUBLIC "${metal_headers}" "${metal_dir}/fake/include")
   target_compile_definitions(kvfuse_metal PUBLIC KVFUSE_FAKE_METAL)
   if(CMAKE_SYSTEM_PROCESSOR STREQUAL "aarch64")
     target_compile_definitions(kvfuse_metal PUBLIC __arm64__)  # Apple's name for it
@@ -65,15 +65,15 @@ if(KVFUSE_FAKE_METAL)
 endif()
 
 # tests/metal: over Metal itself on a Mac.
-set(tests "${CMAKE_CURRENT_SOURCE_DIR}/../tests/metal")
+set(metal_tests "${CMAKE_CURRENT_SOURCE_DIR}/../tests/metal")
 option(KVFUSE_METAL_TESTS "Build the host tests of device 'metal'" ${KVFUSE_FAKE_METAL})
 if(KVFUSE_METAL_TESTS)
-  kvfuse_embed_metal(HostKernelSource "${CMAKE_CURRENT_BINARY_DIR}/host_text.cc" "${tests}/host.metal")
+  kvfuse_embed_metal(HostKernelSource "${CMAKE_CURRENT_BINARY_DIR}/host_text.cc" "${metal_tests}/host.metal")
   add_executable(kvfuse_metal_test
-    device/check.cc "${tests}/host_any.cc" "${tests}/host_main.cc" "${CMAKE_CURRENT_BINARY_DIR}/host_text.cc")
+    device/check.cc "${metal_tests}/host_any.cc" "${metal_tests}/host_main.cc" "${CMAKE_CURRENT_BINARY_DIR}/host_text.cc")
   if(KVFUSE_FAKE_METAL)
-    target_sources(kvfuse_metal_test PRIVATE "${tests}/host_fake.cc")
+    target_sources(kvfuse_metal_test PRIVATE "${metal_tests}/host_fake.cc")
   endif()
-  target_include_directories(kvfuse_metal_test PRIVATE "${tests}")
+  target_include_directories(kvfuse_metal_test PRIVATE "${metal_tests}")
   target_link_libraries(kvfuse_metal_test PRIVATE kvfuse_metal)
 endif()

@@ -1,9 +1,9 @@
-"""Copies metal-cpp for g++, which has no blocks, Apple's closures for C, and is stricter than clang in two places.
+"""Copies metal-cpp for g++, which has no blocks (Apple's closures for C) and is stricter here and there.
 
     gcc_headers.py METAL_CPP TARGET
 
-Block types become function pointers, block literals empty functions. Nothing that kvfuse calls takes a block, so what
-is compiled of metal-cpp here is what a Mac compiles. Lines keep their numbers.
+Block types become function pointers, block literals empty functions. Nothing that kvfuse calls takes a block,
+so what is compiled of metal-cpp here is what a Mac compiles. Lines keep their numbers.
 """
 
 import re

@@ -1,5 +1,5 @@
-// No parser: it knows words, brackets and the order of top-level definitions. That is enough to notice a missing include,
-// a kernel that is not there, an argument that nobody binds and a function constant that nobody sets.
+// No parser: it knows words, brackets and the order of top-level definitions. That is enough to notice a missing
+// include, a kernel that is not there, an argument that nobody binds and a function constant that nobody sets.
 #include "device/metal/fake/msl_text.h"
 
 #include <algorithm>
@@ -197,7 +197,8 @@ class Reader {
     if (attribute != words.end()) {
       const int index = InBrackets(words, static_cast<size_t>(attribute - words.begin()) + 1);
       for (const auto& [other, constant] : constants_) {
-        if (constant.first == index) AbortWith("expected one function constant of an index; found " + other + " and " + name);
+        if (constant.first == index)
+          AbortWith("expected one function constant of an index; found " + other + " and " + name);
       }
       constants_[name] = {index, type};
     } else {
