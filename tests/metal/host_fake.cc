@@ -73,6 +73,8 @@ void NoDevice() {
 void CompilerSpeaks() {
   TheSettings().compile_error = "program_source:12:3: error: use of undeclared identifier 'x'";
   ExpectError({"undeclared identifier 'x' (code 3)"}, [] { Make(); });
+  TheSettings().compile_error.clear();
+  ExpectError({"program_source:1", "error: "}, [] { MakeMetalDevice("using namespace metal;\n"); });
 }
 
 void SystemsBeforeMacOs15() {
@@ -291,6 +293,12 @@ std::vector<Scenario> AbortScenarios() {
          auto device = Make();
          auto data = device->Allocate(4);
          device->Launch({"scale", {{CONSTANT_FACTOR, 1}}, {{data.get()}}});
+       }},
+      {"unaligned_argument",
+       [] {
+         auto device = Make();
+         auto data = device->Allocate(64);
+         Scale(*device, *data, 1, 1, 1, 2);
        }},
       {"fast_math",
        [] {

@@ -1,7 +1,7 @@
-"""The Metal back end's host code, scenario by scenario: over the fake Metal on Linux, on a Mac over Metal.
+"""The Metal back end's host code, scenario by scenario: over a fake Metal on Linux, on a Mac over Metal.
 
-The scenarios are C++ (host_any.cc, host_fake.cc); each runs in a process of its own, over the fake under every
-schedule of the queue, and must leave no object behind.
+The scenarios are C++ (host_any.cc, host_fake.cc); each runs in a process of its own, over the fake under
+every schedule of the queue, and must leave no object behind.
 """
 
 import os
@@ -25,6 +25,7 @@ ABORTS = {
     "parts_of_words": "expected a copy of whole words",
     "overlapping_copy": "expected a copy between separate places",
     "unbound_argument": "expected kernel scale with argument 1 bound",
+    "unaligned_argument": "expected argument 0 of kernel scale at a multiple of 4 bytes; found offset 2",
     "fast_math": "expected fast math off",
 }
 

@@ -3,7 +3,7 @@
     embed_kernels.py FUNCTION TARGET.cc KERNELS.metal…
 
 Metal compiles text at run time and finds no files then, so `#include "..."` is replaced by the file, once
-each; includes of Metal's own headers, in angle brackets, stay. `#line` keeps the compiler's line numbers true.
+each; includes of Metal's own headers, in angle brackets, stay. `#line` keeps the compiler's line numbers.
 """
 
 import re

@@ -492,11 +492,16 @@ void AddCommands() {
         command.pipeline = self->pipeline;
         // Only what this kernel has: what an earlier dispatch has bound beyond it is not used.
         int next = 0;
-        for (const int index : function.library->text.kernels.at(function.name).buffers) {
+        for (const auto& [index, alignment] : function.library->text.kernels.at(function.name).buffers) {
           const auto argument = self->arguments.find(index);
           if (argument == self->arguments.end() || index != next) {
             AbortWith("expected kernel " + function.name + " with argument " + std::to_string(next) +
                       " bound; found none");
+          }
+          if (argument->second.offset % alignment != 0) {
+            AbortWith("expected argument " + std::to_string(index) + " of kernel " + function.name +
+                      " at a multiple of " + std::to_string(alignment) + " bytes; found offset " +
+                      std::to_string(argument->second.offset));
           }
           command.arguments[index] = argument->second;
           ++next;

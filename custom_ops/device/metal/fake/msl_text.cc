@@ -104,6 +104,15 @@ size_t Close(const Tokens& tokens, size_t open) {
   AbortWith("expected every bracket of the Metal text closed; found an open one");
 }
 
+// Of a buffer of `type`: the size of an element; of a struct of ints and floats, that of one of them.
+int Alignment(const std::string& type) {
+  const char last = type.empty() ? '0' : type.back();
+  const int lanes = last == '2' ? 2 : last == '3' || last == '4' ? 4 : 1;
+  const std::string element = lanes == 1 ? type : type.substr(0, type.size() - 1);
+  if (element == "char" || element == "uchar" || element == "bool") return lanes;
+  return lanes * (element == "short" || element == "ushort" || element == "half" ? 2 : 4);
+}
+
 class Reader {
  public:
   explicit Reader(const Source& source) : tokens_(source.tokens), named_(source.named) {
@@ -116,8 +125,12 @@ class Reader {
     for (const auto& [name, constant] : constants_) result.constants[constant.first] = {name, constant.second};
     for (const auto& [name, parameters] : kernels_) {
       MslKernel& kernel = result.kernels[name];
-      for (size_t i = 0; i + 2 < parameters.size(); ++i) {
-        if (parameters[i] == "buffer" && parameters[i + 1] == "(") kernel.buffers.insert(InBrackets(parameters, i + 1));
+      std::string type;
+      for (size_t i = 1; i + 2 < parameters.size(); ++i) {
+        if (parameters[i] == "*" || parameters[i] == "&") type = parameters[i - 1];
+        if (parameters[i] == "buffer" && parameters[i + 1] == "(") {
+          kernel.buffers[InBrackets(parameters, i + 1)] = Alignment(type);
+        }
       }
       std::set<std::string> seen;
       Tokens todo = {name};
@@ -190,27 +203,37 @@ class Reader {
 
   // `constant int name [[function_constant(3)]]`, or `constant int name = …`, which stands for what it is made of.
   void ReadDeclaration(const Tokens& words) {
-    const auto keyword = std::find(words.begin(), words.end(), "constant");
-    if (words.end() - keyword < 4) return;
-    const std::string type = keyword[1], name = keyword[2];
-    const auto attribute = std::find(keyword, words.end(), "function_constant");
-    if (attribute != words.end()) {
-      const int index = InBrackets(words, static_cast<size_t>(attribute - words.begin()) + 1);
-      for (const auto& [other, constant] : constants_) {
-        if (constant.first == index)
-          AbortWith("expected one function constant of an index; found " + other + " and " + name);
-      }
-      constants_[name] = {index, type};
-    } else {
+    auto type = std::find(words.begin(), words.end(), "constant");
+    if (type == words.end()) return;
+    while (++type != words.end() && (*type == "constexpr" || *type == "const")) continue;
+    if (words.end() - type < 3) return;
+    const std::string name = type[1];
+    const auto attribute = std::find(type, words.end(), "function_constant");
+    if (attribute == words.end()) {
       uses_[name].insert(words.begin(), words.end());
+      return;
     }
+    const int index = InBrackets(words, static_cast<size_t>(attribute - words.begin()) + 1);
+    for (const auto& [other, constant] : constants_) {
+      if (constant.first == index) {
+        AbortWith("expected one function constant of an index; found " + other + " and " + name);
+      }
+    }
+    constants_[name] = {index, *type};
   }
 
+  // A function; or a struct, whose methods may use what functions use.
   void ReadFunction(const Tokens& header, const Tokens& body) {
-    const auto bracket = std::find(header.begin(), header.end(), "(");
-    if (bracket == header.begin() || bracket == header.end()) return;  // a struct or an enum
-    const std::string name = bracket[-1];
-    if (std::find(header.begin(), bracket, "kernel") != bracket) kernels_[name] = {bracket, header.end()};
+    const auto kernel = std::find(header.begin(), header.end(), "kernel");
+    const auto bracket = std::find(kernel == header.end() ? header.begin() : kernel, header.end(), "(");
+    const auto structure = std::find(header.begin(), header.end(), "struct");
+    std::string name;
+    if (bracket != header.end() && bracket != header.begin()) {
+      name = bracket[-1];
+      if (kernel != header.end()) kernels_[name] = {bracket, header.end()};
+    } else if (header.end() - structure > 1) {
+      name = structure[1];
+    }
     uses_[name].insert(body.begin(), body.end());  // overloads share a name: what one of them uses, all use
   }
 

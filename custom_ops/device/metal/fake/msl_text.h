@@ -13,8 +13,8 @@ struct FunctionConstant {
 };
 
 struct MslKernel {
-  std::set<int> buffers;    // n of each [[buffer(n)]]
-  std::set<int> constants;  // indices of the function constants that it reaches through the functions it calls
+  std::map<int, int> buffers;  // n of each [[buffer(n)]], and the bytes that its offset has to be a multiple of
+  std::set<int> constants;     // indices of the function constants that it reaches through the functions it calls
 };
 
 struct MslText {
