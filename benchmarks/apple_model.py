@@ -1,0 +1,240 @@
+"""A paper model of decode attention on Apple GPUs: bytes and operations per token, and the time they allow.
+
+    python benchmarks/apple_model.py [--kernels custom_ops/metal/kernels.metal]
+
+Nothing here is measured on an Apple GPU. Bytes follow from the layout (custom_ops/metal/abi.h), operations are read
+off the kernel text (metal_operations.py: an upper bound), rates are published ones (SOURCES). One decode step, one
+query token, head_dim 128, all heads together filling the GPU; time is per query head. Not in it: launches, the merge,
+the window of exact tokens, and how much of its peak a GPU reaches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from metal_operations import Counting, Text
+
+KERNELS = Path(__file__).resolve().parents[1] / "custom_ops" / "metal" / "kernels.metal"
+HEAD_DIM, TILE, LANES = 128, 64, 32
+
+SOURCES = (
+    "memory bandwidth and GPU cores: Apple's announcements (M1: 68.25 GB/s, 8; M4: 120 GB/s, 10; M4 Pro: 273 GB/s, 20;"
+    " M4 Max: 546 GB/s, 40)",
+    "clock: M1 from Apple's 2.6 TFLOPS; M4 family 1.47 GHz as hmc-tech.com lists it (another listing there: 1.58 GHz)",
+    "128 lanes a core; one cycle for 32-bit add and multiply-add, 2 to 2.33 for a 32-bit integer multiply; 16-bit"
+    " arithmetic is not faster: github.com/philipturner/metal-benchmarks (measured on M1 and A15)",
+    "assumed, because nobody published them: 8 cycles for exp, 2 for a simd shuffle, 1 for anything else",
+)
+CYCLES = {"multiply": 2.33, "special": 8.0, "shuffle": 2.0}  # others 1
+
+# Microseconds per head on an M4, as published with the request for these kernels; head_dim and the number of heads
+# that ran together were not said. T = 512, 2048, 4096.
+PUBLISHED = {"f16": (3.42, 13.77, 27.81), "int4, SIMD": (2.43, 11.12, 22.91)}
+CONTEXTS = (512, 2048, 4096)
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One GPU: its name, bytes a second of memory, and lane operations a second."""
+
+    name: str
+    bandwidth: float
+    cores: int
+    clock: float
+
+    @property
+    def rate(self) -> float:
+        """Operations of single lanes a second, at one a cycle."""
+        return self.cores * 128 * self.clock
+
+
+CHIPS = (
+    Chip("M1", 68.25e9, 8, 2.6e12 / (8 * 128 * 2)),
+    Chip("M4", 120e9, 10, 1.47e9),
+    Chip("M4 Pro", 273e9, 20, 1.47e9),
+    Chip("M4 Max", 546e9, 40, 1.47e9),
+)
+M4 = CHIPS[1]
+
+
+@dataclass(frozen=True)
+class Format:
+    """How keys and values of low-bit tokens are stored: `bits` a code, `group_size` channels a scale (0: all)."""
+
+    name: str
+    bits: int
+    group_size: int
+    centered: bool = False
+
+    @property
+    def bytes(self) -> float:
+        """Of one token of one kv head: codes and scales of keys and values, and its share of the block's mean."""
+        scales = 4 if self.group_size == 0 else 2 * HEAD_DIM // self.group_size
+        mean = 2 * HEAD_DIM / 64 if self.centered else 0
+        return 2 * (HEAD_DIM * self.bits // 8 + scales) + mean
+
+
+FORMATS = (
+    Format("default preset (4 bits, groups of 32, centred)", 4, 32, centered=True),
+    Format("plain 4 bits", 4, 0),
+    Format("8-bit keys and values", 8, 0),
+)
+
+
+def operations(text: Text, fmt: Format, queries: int, simd: bool) -> Counter[str]:
+    """Returns the operations of single lanes for one token of one kv head, `queries` query heads sharing it."""
+    grouped = fmt.group_size != 0
+    groups = HEAD_DIM // fmt.group_size if grouped else 1
+    chunks = HEAD_DIM * fmt.bits // 128  # of 16 bytes, per key
+    counting = Counting(
+        text,
+        truths={
+            "kVariant == 0": not simd,
+            "kWide != 0": False,
+            "half_index == 1 && kWide == 0": False,
+            "cache . key . bits == 16": False,
+            "cache . value . bits == 16": False,
+            "cache . key . bits == 4": fmt.bits == 4,
+            "kBits == 4": fmt.bits == 4,
+            "kBits == 8": fmt.bits == 8,
+            "bits == 4": fmt.bits == 4,
+            "bits == 8": fmt.bits == 8,
+            "cache . centered != 0": fmt.centered,
+            "side . group_size == 0": not grouped,
+            "first + i < side . chunks": True,
+            # A new maximum is rare after the first tiles; every lane has a quad of channels; nothing special is on.
+            "! ( maximum > softmax . maximum [ q ] )": True,
+            "quad >= lanes . quads": False,
+            "args . softcap > 0.0f": False,
+            "args . biased != 0": False,
+        },
+        trips={
+            "tile": 1,
+            "q": queries,
+            "g": groups,
+            "first": -(-chunks // 4),
+            "half_index": 1,
+            "block": 1,
+            "step": TILE * fmt.bits // 32,
+            "i": 4,
+        },
+    )
+    per_tile = counting.function("attend_low")
+    return Counter({kind: count * LANES / TILE for kind, count in per_tile.items()})
+
+
+def cycles(counted: Counter[str]) -> float:
+    """Returns lane cycles."""
+    return sum(count * CYCLES.get(kind, 1.0) for kind, count in counted.items() if kind != "free")
+
+
+def microseconds(chip: Chip, tokens: int, token_bytes: float, token_cycles: float, share: float) -> float:
+    """Returns the larger of the time for memory, at `share` of the peak, and the time for arithmetic at its peak."""
+    return 1e6 * tokens * max(token_bytes / (chip.bandwidth * share), token_cycles / chip.rate)
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """Returns a Markdown table."""
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
+
+
+def report(source: str) -> str:
+    """Returns the model's tables as Markdown."""
+    text = Text.read(source)
+    parts = [f"Counted from a kernel text with sha256 {hashlib.sha256(source.encode()).hexdigest()[:12]}."]
+
+    rows = []
+    for fmt in FORMATS:
+        for queries in (1, 4):
+            for simd in (True, False):
+                counted = operations(text, fmt, queries, simd)
+                kinds = ("multiply", "multiply-add", "add", "bits", "convert", "compare", "load")
+                rows.append(
+                    [fmt.name, str(queries), "SIMD" if simd else "scalar", f"{fmt.bytes / queries:.0f}"]
+                    + [f"{counted[kind] / queries:.0f}" for kind in kinds]
+                    + [f"{sum(counted.values()) / queries:.0f}", f"{cycles(counted) / queries:.0f}"]
+                )
+    head = [
+        "cache",
+        "heads sharing it",
+        "dot",
+        "bytes",
+        "mul",
+        "fma",
+        "add",
+        "bits",
+        "convert",
+        "compare",
+        "load",
+    ]
+    parts.append(
+        "Per token and query head, head_dim 128 (operations of single lanes):\n\n"
+        + table([*head, "all", "cycles"], rows)
+    )
+
+    f16_bytes = 2 * HEAD_DIM * 2
+    slope = (PUBLISHED["f16"][2] - PUBLISHED["f16"][0]) / (CONTEXTS[2] - CONTEXTS[0]) * 1e-6
+    share = f16_bytes / slope / M4.bandwidth
+    rows = [
+        ["published: " + name, *(f"{value:.2f}" for value in values)] for name, values in PUBLISHED.items()
+    ]
+    for label, part in (("peak bandwidth", 1.0), (f"{share:.0%} of it", share)):
+        rows.append(
+            [f"model: f16, {label}"] + [f"{microseconds(M4, t, f16_bytes, 0, part):.2f}" for t in CONTEXTS]
+        )
+        for fmt in FORMATS[:2]:
+            for queries in (1, 4):
+                used = cycles(operations(text, fmt, queries, simd=True)) / queries
+                name = f"model: kvfuse {fmt.name}, {queries} query head{'s' if queries > 1 else ''} a kv head, {label}"
+                rows.append(
+                    [name] + [f"{microseconds(M4, t, fmt.bytes / queries, used, part):.2f}" for t in CONTEXTS]
+                )
+    parts.append(
+        f"Microseconds per query head on an M4. {share:.0%} of the peak is what the published f16 figures come to, if"
+        " their head_dim was 128:\n\n" + table(["", *(f"T = {t}" for t in CONTEXTS)], rows)
+    )
+
+    rows = []
+    for chip in CHIPS:
+        for queries in (1, 4):
+            fmt = FORMATS[0]
+            used = cycles(operations(text, fmt, queries, simd=True)) / queries
+            memory = 1e9 * fmt.bytes / queries / chip.bandwidth
+            arithmetic = 1e9 * used / chip.rate
+            rows.append(
+                [
+                    chip.name,
+                    str(queries),
+                    f"{1e9 * f16_bytes / queries / chip.bandwidth:.3f}",
+                    f"{memory:.3f}",
+                ]
+                + [f"{arithmetic:.3f}", "memory" if memory > arithmetic else "arithmetic"]
+            )
+    head = [
+        "GPU",
+        "heads sharing a kv head",
+        "f16, memory",
+        "kvfuse, memory",
+        "kvfuse, arithmetic",
+        "bound by",
+    ]
+    parts.append(
+        "Nanoseconds per token and query head, default preset, both at their peak:\n\n" + table(head, rows)
+    )
+    parts.append("Sources:\n" + "\n".join(f"- {line}" for line in SOURCES))
+    return "\n\n".join(parts)
+
+
+def main() -> None:
+    """Prints the report."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kernels", type=Path, default=KERNELS, help="the Metal text to count")
+    print(report(parser.parse_args().kernels.read_text(encoding="utf-8")))
+
+
+if __name__ == "__main__":
+    main()
