@@ -66,6 +66,14 @@ void Sequence::TruncateLocked(int64_t length) {
   }
 }
 
+void Sequence::CheckTruncate(int64_t length) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (LayerCache* layer : Layers()) {
+    std::lock_guard<std::mutex> layer_lock(layer->mutex);
+    layer->CheckTruncate(length);
+  }
+}
+
 void Sequence::Truncate(int64_t length) {
   std::lock_guard<std::mutex> lock(mutex_);
   const int64_t present = LengthLocked();

@@ -1,5 +1,8 @@
 #include "device/check.h"
 
+#include <algorithm>
+#include <string>
+
 #include "kvfuse/error.h"
 
 namespace kvfuse {
@@ -15,7 +18,7 @@ void CheckRange(const char* where, const DeviceBuffer& buffer, int64_t offset, i
 }
 
 void CheckDispatch(const char* where, const Dispatch& dispatch, const std::vector<ArgumentShape>& arguments,
-                   uint32_t max_threads, const std::vector<std::pair<int, std::string>>& constants) {
+                   uint32_t max_threads, const std::vector<ConstantShape>& constants) {
   const std::string at = std::string("[") + where + "] expected ", of = " of kernel " + dispatch.kernel + "; found ";
   if (dispatch.threads == 0 || dispatch.threads > max_threads || dispatch.threads % 32 != 0)
     Fail(at, "a multiple of 32, at most ", max_threads, ", as the threads of a group", of, dispatch.threads);
@@ -35,9 +38,12 @@ void CheckDispatch(const char* where, const Dispatch& dispatch, const std::vecto
       Fail(at, "an offset in the buffer, a multiple of 4,", argument, given.offset);
   }
   for (const auto& given : dispatch.constants) {
-    bool known = false;
-    for (const auto& constant : constants) known |= constant.first == given.first;
-    if (!known) Fail(at, "the index of a function constant", of, given.first);
+    const auto shape = std::find_if(constants.begin(), constants.end(),
+                                    [&](const ConstantShape& constant) { return constant.index == given.first; });
+    if (shape == constants.end()) Fail(at, "the index of a function constant", of, given.first);
+    const auto& values = shape->values;
+    if (!values.empty() && std::find(values.begin(), values.end(), given.second) == values.end())
+      Fail(at, "a value that function constant ", shape->name, " may have", of, given.second);
   }
 }
 

@@ -2,8 +2,6 @@
 #pragma once
 
 #include <cstddef>
-#include <string>
-#include <utility>
 #include <vector>
 
 #include "device/device.h"
@@ -19,10 +17,16 @@ struct ArgumentShape {
   bool writable;
 };
 
+struct ConstantShape {
+  int index;
+  const char* name;
+  std::vector<int32_t> values;  // empty: any
+};
+
 // Throw Error with one sentence, `where` the name of the device. `max_threads`: of a group, at most 1024.
 void CheckSize(const char* where, int64_t bytes);
 void CheckRange(const char* where, const DeviceBuffer& buffer, int64_t offset, int64_t bytes);
 void CheckDispatch(const char* where, const Dispatch& dispatch, const std::vector<ArgumentShape>& arguments,
-                   uint32_t max_threads, const std::vector<std::pair<int, std::string>>& constants);
+                   uint32_t max_threads, const std::vector<ConstantShape>& constants);
 
 }  // namespace kvfuse

@@ -1,4 +1,5 @@
-// What runs the kernels of kernels.metal: buffers, named kernels, dispatches in order. Back ends: metal, emulated, cuda.
+// What runs the kernels of kernels.metal: buffers, named kernels, dispatches in order. Back ends: metal, emulated,
+// cuda.
 #pragma once
 
 #include <cstdint>

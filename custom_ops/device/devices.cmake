@@ -1,5 +1,6 @@
 # The devices that run the kernels of metal/*.metal, each where its tools are: see device/device.h.
-target_sources(kvfuse_ops PRIVATE device/check.cc device/device.cc device/stubs.cc)
+target_sources(kvfuse_ops PRIVATE device/check.cc device/device.cc device/layer_cache.cc
+  device/layer_snapshot.cc device/layout.cc device/pool.cc device/step.cc device/stubs.cc)
 target_include_directories(kvfuse_ops PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}")
 
 file(GLOB KVFUSE_METAL_SOURCES CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/metal/*.metal")

@@ -54,7 +54,7 @@ class Kernel:
     end: Token  # the brace that closes its body
     template_header: str = ""
     template_names: list[str] = field(default_factory=list)
-    max_threads: int = 1024
+    max_threads: int = 0  # 0: the source does not say
 
     @property
     def arguments(self) -> list[Parameter]:
@@ -95,10 +95,13 @@ class Program:
         self.globals: list[tuple[Token, list[Token]]] = []  # `constant` at program scope, and its const/constexpr
         self.shared: list[list[Token]] = []  # threadgroup variables, from `threadgroup` to before `;`
         self.names: set[str] = set()
+        self.uses: dict[str, set[str]] = {}  # function or macro -> names in its body
+        self.enumerators: dict[str, int] = {}
         for token in all_tokens:
             macro = re.match(r"\s*#\s*define\s+(\w+)\(", token.text) if token.kind == "directive" else None
             if macro:
                 self.names.add(macro.group(1))
+                self.uses[macro.group(1)] = set(re.findall(r"\w+", token.text[macro.end() :]))
         self._scope(0, len(self.code), in_struct=False)
         self._common_words()
         self._check_words()
@@ -170,6 +173,8 @@ class Program:
             self.names.update(template_names)
             i = after
             word = self.code[i].text
+        if word == "enum":
+            self._enumerators(i)
         if word in ("using", "typedef", "static_assert", "enum"):
             while self.code[i].text != ";":
                 if self.code[i].kind == "name" and self.code[i + 1].text in ("=", ";", "{", ":"):
@@ -189,6 +194,25 @@ class Program:
             self._scope(i + 1, close, True)
             return close + 1
         return self._function_or_variable(start, i, end, in_struct, header, template_names)
+
+    def _enumerators(self, i: int) -> None:
+        """Values of `enum Name { A = 1, B }`, which attributes may name: `[[buffer(B)]]`."""
+        while self.code[i].text not in ("{", ";"):
+            i += 1
+        value = 0
+        for j in range(i + 1, self._closing(i) if self.code[i].text == "{" else i):
+            if self.code[j].kind == "number":
+                value = int(self.code[j].text, 0)
+            if self.code[j + 1].text in (",", "}"):
+                name = self.code[j] if self.code[j].kind == "name" else self.code[j - 2]
+                self.enumerators[name.text] = value
+                value += 1
+
+    def _number(self, text: str, token: Token) -> int:
+        """An index in an attribute: a number or an enumerator."""
+        if not text.isdigit() and text not in self.enumerators:
+            token.fail("a number or the name of an enumerator in an attribute")
+        return int(text) if text.isdigit() else self.enumerators[text]
 
     def _template_names(self, i: int, end: int) -> list[str]:
         names, depth = [], 0
@@ -219,12 +243,13 @@ class Program:
         self.names.add(self.code[parenthesis - 1].text)
         if "kernel" in attributes or any(self.code[k].text == "kernel" for k in plain):
             kernel_end = self._kernel(i, parenthesis, j, header, template_names)
-            self.kernels[-1].max_threads = int(attributes.get("max_total_threads_per_threadgroup", "1024"))
+            limit = attributes.get("max_total_threads_per_threadgroup")
+            self.kernels[-1].max_threads = self._number(limit, self.code[i]) if limit else 0
             return kernel_end
         self.functions.append(self.code[i])
         if self.code[j].text == "{":
             close = self._closing(j)
-            self._body(j, close, in_kernel=False)
+            self._body(self.code[parenthesis - 1].text, j, close, in_kernel=False)
             return close + 1
         return self._skip(j)
 
@@ -254,7 +279,7 @@ class Program:
             Constant(
                 name.text,
                 type_word.text,
-                int(attributes["function_constant"]),
+                self._number(attributes["function_constant"], self.code[i]),
                 self.code[i],
                 self.code[j],
                 tuple(int(v) for v in values.group(1).split(",")) if values else (),
@@ -290,7 +315,7 @@ class Program:
         self.kernels.append(kernel)
         if not header:
             self.instances.append(Instance(name.text, name.text))
-        self._body(j, close, in_kernel=True)
+        self._body(name.text, j, close, in_kernel=True)
         return close + 1
 
     def _parameters(self, parenthesis: int) -> list[Parameter]:
@@ -306,7 +331,7 @@ class Program:
             parameter = Parameter(" ".join(words[:-1]), words[-1])
             position = next((a for a in attributes if a in POSITIONS), "")
             if "buffer" in attributes:
-                parameter.index = int(attributes["buffer"])
+                parameter.index = self._number(attributes["buffer"], self.code[begin])
                 wanted = r"(const )?(device|constant)\b.*[*&]" if not parameter.reference else r"(const )?constant\b.*&"
                 if not re.fullmatch(wanted, parameter.type):
                     self.code[begin].fail("a pointer to device or constant memory, or a reference to constant memory")
@@ -318,13 +343,16 @@ class Program:
             begin = i + 1
         return result
 
-    def _body(self, i: int, end: int, in_kernel: bool) -> None:
+    def _body(self, name: str, i: int, end: int, in_kernel: bool) -> None:
+        self.uses.setdefault(name, set()).update(t.text for t in self.code[i:end] if t.kind == "name")
         depth = 0
         for j in range(i, end):
             depth += (self.code[j].text == "{") - (self.code[j].text == "}")
             if self.code[j].text != "threadgroup" or self.code[j - 1].text not in "{};":
                 continue
-            last = next(k for k in range(j, end) if self.code[k].text in (";", "=", "*", "&", "(", ","))
+            last = j
+            while self.code[last].text not in (";", "=", "*", "&", "(", ","):
+                last = self._closing(last) + 1 if self.code[last].text == "[" else last + 1
             if self.code[last].text in "*&(":
                 continue  # a pointer
             if self.code[last].text != ";":
@@ -332,6 +360,14 @@ class Program:
             if not in_kernel or depth != 1:
                 self.code[j].fail("threadgroup variables in the outermost block of a kernel only")
             self.shared.append(self.code[j:last])
+
+    def constants_of(self, kernel: str) -> list[Constant]:
+        """The function constants that a kernel or anything it calls reads."""
+        reached, ahead = set(), {kernel}
+        while ahead:
+            reached |= ahead
+            ahead = set().union(*(self.uses.get(name, set()) for name in ahead)) - reached
+        return [constant for constant in self.constants if constant.name in reached]
 
     # -- words -------------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 #include <metal_stdlib>
 using namespace metal;
 
+// cuda: kSelect 1
 constant int kSelect [[function_constant(0)]];  // values: 0, 1
 constant float kTable[4] = {0.5, 1.5, 2.5, -0.5};
 

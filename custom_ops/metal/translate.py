@@ -6,8 +6,12 @@
     translate.py flat SYMBOL OUT IN.metal…       one Metal text, local includes put in place
 
 Line numbers are kept by `#line`, so that compilers and sanitizers speak of the Metal source. What the shims
-(device/shim) do not know is refused with file:line. A function constant names the values that are compiled for
-CUDA in a comment behind it, on its line: `constant int kDot [[function_constant(0)]];  // values: 0, 1`.
+(device/shim) do not know is refused with file:line. A function constant may name its values in a comment behind it,
+on its line: `constant int kDot [[function_constant(0)]];  // values: 0, 1`; a dispatch with another is an error.
+
+Metal compiles a kernel for the function constants of a dispatch when it is first needed. For CUDA that happens at
+build time, for the combinations that the source asks for in comments, each a product of the values it names:
+`// cuda: kDot 1, kBits 4 8`. A combination that is not there is run by a kernel that reads its constants from memory.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from msl_program import Kernel, Parameter, Program
+from msl_program import Instance, Kernel, Parameter, Program
 from msl_tokens import Token, TranslationError, read
 
 
@@ -69,19 +73,20 @@ def arguments_function(kernel: Kernel) -> str:
     )
 
 
-def kernel_rows(program: Program, scope: str, address: str) -> str:
-    """The rows of the table of kernels."""
-    limits = {kernel.name: kernel.max_threads for kernel in program.kernels}
-    rows = []
-    for i in program.instances:
-        angled = f"<{i.template_arguments}>" if i.template_arguments else ""
-        function, arguments = f"{scope}{i.kernel}_run{angled}", f"{scope}{i.kernel}_arguments{angled}()"
-        rows.append(f"{{{json.dumps(i.name)}, {address.format(function)}, {arguments}, {limits[i.kernel]}}}")
-    return ",\n  ".join(rows)
+def instance_row(program: Program, instance: Instance, address: str, scope: str) -> str:
+    """What the table of kernels says of one: its name, where it is, its arguments, threads at most."""
+    angled = f"<{instance.template_arguments}>" if instance.template_arguments else ""
+    limit = next(k.max_threads for k in program.kernels if k.name == instance.kernel) or 1024
+    return (
+        f"{json.dumps(instance.name)}, {address.format(f'{scope}::{instance.kernel}_run{angled}')}, "
+        f"{scope}::{instance.kernel}_arguments{angled}(), {limit}"
+    )
 
 
 def constant_rows(program: Program) -> str:
-    return ", ".join(f"{{{c.index}, {json.dumps(c.name)}}}" for c in program.constants)
+    return ", ".join(
+        f"{{{c.index}, {json.dumps(c.name)}, {{{', '.join(map(str, c.values))}}}}}" for c in program.constants
+    )
 
 
 def call(kernel: Kernel, argument: Callable[[Parameter], str]) -> str:
@@ -116,6 +121,7 @@ def emulated(program: Program, symbol: str, out: Path) -> str:
             f" {kernel.template_header} static void {kernel.name}_run(void* const* arguments, const "
             f"emulated::Position& at) {{ (void)arguments; (void)at; {body}; }}{arguments_function(kernel)}"
         )
+    rows = ",\n  ".join(f"{{{instance_row(program, i, '&{}', 'kernels')}}}" for i in program.instances)
     return f"""#include "device/emulated/metal.h"
 namespace kvfuse {{ namespace {{ namespace kernels {{
 using namespace metal;
@@ -126,7 +132,7 @@ namespace emulated {{
 const Program& {symbol}();
 const Program& {symbol}() {{
   static const Program program{{{{
-  {kernel_rows(program, "kernels::", "&{}")}}}, {{{constant_rows(program)}}}}};
+  {rows}}}, {{{constant_rows(program)}}}}};
   return program;
 }}
 }}
@@ -158,54 +164,105 @@ def cuda(program: Program, symbol: str, out: Path) -> str:
         words[0].out = "__shared__"
     for function in program.functions:
         function.before = "__device__ "
+    names = {constant.name for constant in program.constants}
+    for token in program.code:
+        if token.text in names:
+            token.out += "()"
     for constant in program.constants:
         blank(program, constant.first, constant.last)
-        value = f"KVFUSE_CONSTANT_{constant.index}"
-        constant.first.out = f"static constexpr {constant.type} {constant.name} = {value};"
+        constant.first.out = (
+            f"static __device__ __forceinline__ {constant.type} {constant.name}() "
+            f"{{ return KVFUSE_CONSTANT_{constant.index}; }}"
+        )
     for space, others in program.globals:
         space.out = "static __constant__ constexpr"
         for other in others:
             other.out = ""
     for kernel in program.kernels:
         kernel.token.out = "static __device__ __forceinline__"
-        parameters = ", ".join(f"{plain_type(p)} argument_{p.index}" for p in kernel.arguments)
-        kernel.end.after = (
-            f" {kernel.template_header} __global__ void __launch_bounds__({kernel.max_threads})"
-            f" {kernel.name}_run({parameters}) {{ const cuda::Position at{{}}; (void)at;"
-            f" {call(kernel, lambda p: f'argument_{p.index}')}; }}{arguments_function(kernel)}"
-        )
-    for constant in program.constants:
-        if not constant.values:
-            constant.first.fail("the values that are compiled for CUDA, '// values: 0, 1', behind a function constant")
     passes, rows = [], []
-    for number, values in enumerate(itertools.product(*(c.values for c in program.constants))):
-        chosen = list(zip(program.constants, values, strict=True))
-        passes.append(
-            "".join(f"#define KVFUSE_CONSTANT_{c.index} {value}\n" for c, value in chosen)
-            + f'namespace combination_{number} {{\nusing namespace metal;\n#include "{out.name}"\n}}\n'
-            + "".join(f"#undef KVFUSE_CONSTANT_{c.index}\n" for c, _ in chosen)
-        )
-        constants = ", ".join(f"{{{c.index}, {value}}}" for c, value in chosen)
-        kernels = kernel_rows(program, f"combination_{number}::", "reinterpret_cast<const void*>(&{})")
-        rows.append(f"{{{{{constants}}}, {{{kernels}}}}}")
+    done = set()
+    for number, values in enumerate([*combinations(program), {}]):
+        emitted = []
+        for kernel in program.kernels:
+            reads = program.constants_of(kernel.name)
+            used = tuple((c.index, values[c.name]) for c in reads if c.name in values)
+            if values and (len(used) < len(reads) or not used or (kernel.name, used) in done):
+                continue  # left to the last, general pass, or done before
+            done.add((kernel.name, used))
+            emitted.append(kernel.name)
+            pairs = ", ".join(f"{{{index}, {value}}}" for index, value in used)
+            for instance in program.instances:
+                if instance.kernel == kernel.name:
+                    row = instance_row(program, instance, "reinterpret_cast<const void*>(&{})", f"pass_{number}")
+                    rows.append(f"{{{row}, {{{pairs}}}}}")
+        if emitted:
+            passes.append(cuda_pass(program, number, values, emitted, out.name))
+    needed = ", ".join(
+        f"{{{json.dumps(i.name)}, {{{', '.join(str(c.index) for c in program.constants_of(i.kernel))}}}}}"
+        for i in program.instances
+    )
+    wrappers = "".join(cuda_wrapper(kernel) for kernel in program.kernels)
     return f"""#if !defined(KVFUSE_KERNELS)
 #define KVFUSE_KERNELS
 #include "device/cuda/metal.cuh"
 namespace kvfuse {{ namespace {{
+__constant__ int function_constants[cuda::kMaxConstants];
 {"".join(passes)}
 }}
 namespace cuda {{
 const Program& {symbol}() {{
   static const Program program{{{{{constant_rows(program)}}}, {{
-  {(","+chr(10)).join(rows)}}}}};
+  {(","+chr(10)+"  ").join(rows)}}}, {{{needed}}}, &function_constants}};
   return program;
 }}
 }}
 }}
 #else
 {joined(program)}
+{wrappers}
 #endif
 """
+
+
+def combinations(program: Program) -> list[dict[str, int]]:
+    """The combinations of function constants that the source asks CUDA to compile."""
+    result: list[dict[str, int]] = []
+    for token in program.all:
+        if token.kind != "comment" or not token.text.startswith("// cuda:"):
+            continue
+        words = [part.split() for part in token.text[len("// cuda:") :].split(",")]
+        if not {part[0] for part in words} <= {c.name for c in program.constants}:
+            token.fail("names of function constants with values, '// cuda: kName 0 1, kOther 4'")
+        names = [part[0] for part in words]
+        for values in itertools.product(*([int(value) for value in part[1:]] for part in words)):
+            result.append(dict(zip(names, values, strict=True)))
+    return result
+
+
+def cuda_pass(program: Program, number: int, values: dict[str, int], kernels: list[str], file: str) -> str:
+    """One reading of the kernels with certain values, or with none: then they come from memory."""
+    defines = [
+        (f"KVFUSE_CONSTANT_{c.index}", str(values.get(c.name, f"function_constants[{c.index}]")))
+        for c in program.constants
+    ] + [(f"KVFUSE_KERNEL_{name}", "1") for name in kernels]
+    return (
+        "".join(f"#define {name} {value}\n" for name, value in defines)
+        + f'namespace pass_{number} {{\nusing namespace metal;\n#include "{file}"\n}}\n'
+        + "".join(f"#undef {name}\n" for name, _ in defines)
+    )
+
+
+def cuda_wrapper(kernel: Kernel) -> str:
+    """The entry of a kernel: its arguments are the kernel's, positions are filled in."""
+    parameters = ", ".join(f"{plain_type(p)} argument_{p.index}" for p in kernel.arguments)
+    bounds = f"__launch_bounds__({kernel.max_threads})" if kernel.max_threads else ""
+    body = call(kernel, lambda p: f"argument_{p.index}")
+    return (
+        f"#if defined(KVFUSE_KERNEL_{kernel.name})\n{kernel.template_header} __global__ void {bounds} "
+        f"{kernel.name}_run({parameters}) {{ const cuda::Position at{{}}; (void)at; {body}; }}\n"
+        f"{arguments_function(kernel)}\n#endif\n"
+    )
 
 
 def lint(program: Program, symbol: str, out: Path) -> str:

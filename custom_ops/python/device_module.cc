@@ -11,7 +11,8 @@ namespace py = pybind11;
 
 namespace {
 
-// Runs one kernel: arrays go up, are arguments in their order, and come back changed in place; bytes are passed by value.
+// Runs one kernel: arrays go up, are arguments in their order, and come back changed in place; bytes are passed by
+// value.
 void Launch(const std::string& device_name, const std::string& kernel, const py::list& arguments,
             const std::vector<uint32_t>& groups, uint32_t threads, const std::map<int, int32_t>& constants) {
   kvfuse::Device& device = kvfuse::GetDevice(device_name);
@@ -19,7 +20,8 @@ void Launch(const std::string& device_name, const std::string& kernel, const py:
   dispatch.kernel = kernel;
   dispatch.constants.assign(constants.begin(), constants.end());
   dispatch.threads = threads;
-  if (groups.empty() || groups.size() > 3) kvfuse::Fail("[launch] expected 1 to 3 numbers of groups; found ", groups.size());
+  if (groups.empty() || groups.size() > 3)
+    kvfuse::Fail("[launch] expected 1 to 3 numbers of groups; found ", groups.size());
   std::copy(groups.begin(), groups.end(), dispatch.groups);
   struct Loan {
     std::shared_ptr<kvfuse::DeviceBuffer> buffer;

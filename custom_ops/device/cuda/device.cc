@@ -1,6 +1,7 @@
 // The first NVIDIA GPU that the driver shows: plain device memory, one stream.
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -55,8 +56,7 @@ class CudaDevice : public Device {
     CheckSize("cuda", bytes);
     Lock lock(*this);
     auto buffer = std::make_shared<CudaBuffer>(bytes);
-    if (bytes != 0)
-      Check(cudaMemsetAsync(buffer->at(0), 0, static_cast<size_t>(bytes), stream_), "cudaMemsetAsync");
+    if (bytes != 0) Check(cudaMemsetAsync(buffer->at(0), 0, static_cast<size_t>(bytes), stream_), "cudaMemsetAsync");
     return buffer;
   }
   void Upload(DeviceBuffer& to, int64_t offset, const void* from, int64_t bytes) override {
@@ -98,6 +98,7 @@ class CudaDevice : public Device {
       arguments[i] = argument.buffer != nullptr ? &pointers[i] : const_cast<void*>(argument.bytes);
     }
     Lock lock(*this);
+    if (kernel.constants.empty() && !dispatch.constants.empty()) SetConstants(dispatch);
     Check(cudaLaunchKernel(kernel.function, dim3(dispatch.groups[0], dispatch.groups[1], dispatch.groups[2]),
                            dim3(dispatch.threads), arguments.data(), 0, stream_),
           "cudaLaunchKernel");
@@ -110,30 +111,44 @@ class CudaDevice : public Device {
     std::lock_guard<std::mutex> guard;
   };
 
-  // A constant that the dispatch does not give is one that its kernel does not read: any value will do. (The emulated
-  // device makes sure of that.)
+  // The kernel that is compiled for the dispatch's constants; else the general one, which reads them from memory.
   static const Kernel& Find(const Dispatch& dispatch) {
-    for (const Combination& combination : BuiltinProgram().combinations) {
-      bool fits = true;
-      for (const auto& given : dispatch.constants)
-        for (const auto& compiled : combination.constants)
-          fits &= given.first != compiled.first || given.second == compiled.second;
-      if (!fits) continue;
-      for (const Kernel& kernel : combination.kernels)
-        if (kernel.name == dispatch.kernel) return kernel;
-      Fail("[cuda] expected the name of a kernel; found '", dispatch.kernel, "'");
+    for (const auto& [name, indices] : BuiltinProgram().constants_of) {
+      if (name != dispatch.kernel) continue;
+      for (const int index : indices)
+        if (Value(dispatch, index) == nullptr)
+          Fail("[cuda] expected the dispatch of kernel ", name, " to set function constant ", index, "; found none");
     }
-    std::string given;
-    for (const auto& constant : dispatch.constants)
-      given += " " + std::to_string(constant.first) + "=" + std::to_string(constant.second);
-    Fail("[cuda] expected function constants of the values listed in the Metal source; found", given, " for kernel ",
-         dispatch.kernel);
+    for (const Kernel& kernel : BuiltinProgram().kernels) {
+      bool fits = kernel.name == dispatch.kernel;
+      for (const auto& compiled : kernel.constants) fits = fits && *Value(dispatch, compiled.first) == compiled.second;
+      if (fits) return kernel;
+    }
+    Fail("[cuda] expected the name of a kernel; found '", dispatch.kernel, "'");
+  }
+
+  static const int32_t* Value(const Dispatch& dispatch, int index) {
+    for (const auto& given : dispatch.constants)
+      if (given.first == index) return &given.second;
+    return nullptr;
+  }
+
+  // Copies the function constants to where general kernels read them, unless they are there.
+  void SetConstants(const Dispatch& dispatch) {
+    int32_t values[kMaxConstants] = {};
+    for (const auto& given : dispatch.constants) values[given.first] = given.second;
+    if (std::equal(values, values + kMaxConstants, in_memory_)) return;
+    Check(cudaMemcpyToSymbolAsync(BuiltinProgram().constant_memory, values, sizeof values, 0, cudaMemcpyHostToDevice,
+                                  stream_),
+          "cudaMemcpyToSymbolAsync");
+    std::copy(values, values + kMaxConstants, in_memory_);
   }
 
   const std::string name_ = "cuda";
   std::mutex mutex_;
   cudaStream_t stream_;
   Staging staging_;
+  int32_t in_memory_[kMaxConstants] = {};  // what SetConstants copied last; the device begins with zeros
 };
 
 }  // namespace

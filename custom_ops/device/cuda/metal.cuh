@@ -17,7 +17,9 @@ struct Position {
   __device__ metal::uint3 groups() const { return {gridDim.x, gridDim.y, gridDim.z}; }
   __device__ metal::uint3 threads() const { return {blockDim.x, 1u, 1u}; }
   __device__ metal::uint3 thread_in_group() const { return {threadIdx.x, 0u, 0u}; }
-  __device__ metal::uint3 thread_in_grid() const { return {blockIdx.x * blockDim.x + threadIdx.x, blockIdx.y, blockIdx.z}; }
+  __device__ metal::uint3 thread_in_grid() const {
+    return {blockIdx.x * blockDim.x + threadIdx.x, blockIdx.y, blockIdx.z};
+  }
   __device__ metal::uint3 grid_threads() const { return {gridDim.x * blockDim.x, gridDim.y, gridDim.z}; }
   __device__ metal::uint3 thread() const { return threadIdx.x; }
   __device__ metal::uint3 lane() const { return LaneIndex(); }
@@ -53,7 +55,8 @@ __device__ T Reduce(T value, Op op) {
     return value;
   }
   T total = FromLane(value, __ffs(active) - 1);
-  for (unsigned rest = active & (active - 1); rest != 0; rest &= rest - 1) total = op(total, FromLane(value, __ffs(rest) - 1));
+  for (unsigned rest = active & (active - 1); rest != 0; rest &= rest - 1)
+    total = op(total, FromLane(value, __ffs(rest) - 1));
   return total;
 }
 
@@ -68,9 +71,9 @@ __device__ constexpr mem_flags operator|(mem_flags a, mem_flags b) {
 __device__ inline void threadgroup_barrier(mem_flags) { __syncthreads(); }
 __device__ inline void simdgroup_barrier(mem_flags) { __syncwarp(); }
 
-#define KVFUSE_REDUCTION(name, expression)                                          \
-  template <typename T>                                                             \
-  __device__ T name(T value) {                                                      \
+#define KVFUSE_REDUCTION(name, expression)                                           \
+  template <typename T>                                                              \
+  __device__ T name(T value) {                                                       \
     return cuda::Reduce(value, [](T a, T b) { return static_cast<T>(expression); }); \
   }
 KVFUSE_REDUCTION(simd_product, a* b)
@@ -79,13 +82,13 @@ KVFUSE_REDUCTION(simd_or, a | b)
 KVFUSE_REDUCTION(simd_xor, a ^ b)
 #undef KVFUSE_REDUCTION
 // One instruction for 32-bit integers.
-#define KVFUSE_REDUCTION(name, instruction, expression)                                       \
-  template <typename T>                                                                       \
-  __device__ T name(T value) {                                                                \
-    if constexpr (std::is_same_v<T, int> || std::is_same_v<T, uint>)                          \
-      return instruction(__activemask(), value);                                              \
-    else                                                                                      \
-      return cuda::Reduce(value, [](T a, T b) { return static_cast<T>(expression); });        \
+#define KVFUSE_REDUCTION(name, instruction, expression)                                \
+  template <typename T>                                                                \
+  __device__ T name(T value) {                                                         \
+    if constexpr (std::is_same_v<T, int> || std::is_same_v<T, uint>)                   \
+      return instruction(__activemask(), value);                                       \
+    else                                                                               \
+      return cuda::Reduce(value, [](T a, T b) { return static_cast<T>(expression); }); \
   }
 KVFUSE_REDUCTION(simd_sum, __reduce_add_sync, a + b)
 KVFUSE_REDUCTION(simd_max, __reduce_max_sync, max(a, b))
@@ -148,10 +151,10 @@ template <typename T>
 __device__ void atomic_store_explicit(Atomic<T>* object, std::common_type_t<T> value, memory_order) {
   *static_cast<volatile T*>(&object->value) = value;
 }
-#define KVFUSE_ATOMIC(name, builtin)                                                      \
-  template <typename T>                                                                   \
-  __device__ T name(Atomic<T>* object, std::common_type_t<T> value, memory_order) {       \
-    return builtin(&object->value, value);                                                \
+#define KVFUSE_ATOMIC(name, builtin)                                                \
+  template <typename T>                                                             \
+  __device__ T name(Atomic<T>* object, std::common_type_t<T> value, memory_order) { \
+    return builtin(&object->value, value);                                          \
   }
 KVFUSE_ATOMIC(atomic_exchange_explicit, atomicExch)
 KVFUSE_ATOMIC(atomic_fetch_add_explicit, atomicAdd)

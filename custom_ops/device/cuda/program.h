@@ -1,4 +1,4 @@
-// The kernels as CUDA compiled them: once for each combination of function constants.
+// The kernels as nvcc compiled them.
 #pragma once
 
 #include <cstdint>
@@ -10,21 +10,22 @@
 
 namespace kvfuse::cuda {
 
+constexpr int kMaxConstants = 32;  // indices of function constants are below
+
+// One kernel, compiled for certain values of the function constants that it reads; for none: it reads them from memory.
 struct Kernel {
   std::string name;
   const void* function;
   std::vector<ArgumentShape> arguments;
-  uint32_t max_threads;  // of a threadgroup
-};
-
-struct Combination {
+  uint32_t max_threads;                            // of a threadgroup
   std::vector<std::pair<int, int32_t>> constants;  // index, value
-  std::vector<Kernel> kernels;
 };
 
 struct Program {
-  std::vector<std::pair<int, std::string>> constants;  // index, name
-  std::vector<Combination> combinations;
+  std::vector<ConstantShape> constants;
+  std::vector<Kernel> kernels;                                         // of one name: the general one last
+  std::vector<std::pair<std::string, std::vector<int>>> constants_of;  // kernel: indices of what it reads
+  const void* constant_memory;                                         // int[kMaxConstants] on the device
 };
 
 const Program& BuiltinProgram();

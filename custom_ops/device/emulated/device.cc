@@ -100,7 +100,6 @@ class EmulatedDevice : public Device {
 
 std::unique_ptr<Device> MakeDevice(const Program& program) { return std::make_unique<EmulatedDevice>(program); }
 
-
 }  // namespace kvfuse::emulated
 
 namespace kvfuse {

@@ -120,7 +120,8 @@ Fiber::~Fiber() {
 void Fiber::MakeStack() {
   const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   size_ = StackBytes();
-  void* memory = mmap(nullptr, size_ + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* memory =
+      mmap(nullptr, size_ + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) FailMemory("[emulated] expected memory for the stack of a GPU thread; found none");
   mprotect(memory, page, PROT_NONE);  // a kernel that needs more stops here
   stack_ = static_cast<char*>(memory) + page;
@@ -149,9 +150,9 @@ void Fiber::Start(void (*entry)(void*), void* argument) {
   Allow(stack_, size_);
 #if defined(__x86_64__)
   auto* top = reinterpret_cast<uint64_t*>(stack_ + size_);
-  *--top = 0;                                       // where Enter would return to
-  *--top = reinterpret_cast<uint64_t>(&Enter);      // and where the switch returns to
-  for (int i = 0; i < 6; ++i) *--top = 0;           // six registers
+  *--top = 0;                                   // where Enter would return to
+  *--top = reinterpret_cast<uint64_t>(&Enter);  // and where the switch returns to
+  for (int i = 0; i < 6; ++i) *--top = 0;       // six registers
   stack_pointer_ = top;
 #elif defined(__aarch64__)
   auto* top = reinterpret_cast<uint64_t*>(stack_ + size_) - 20;

@@ -24,7 +24,7 @@ class Fiber {
   void Arrive();
 
   void* stack_pointer_ = nullptr;
-  char* stack_ = nullptr;  // null: the thread's own
+  char* stack_ = nullptr;    // null: the thread's own
   void* context_ = nullptr;  // ucontext_t, where there is no assembly
   const void* bottom_ = nullptr;
   size_t size_ = 0;

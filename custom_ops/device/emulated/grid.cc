@@ -18,8 +18,8 @@ Schedule Schedule::FromText(const std::string& text) {
   if (text == "forward") return {kForward, 0};
   if (text == "reverse") return {kReverse, 0};
   if (text == "skewed") return {kSkewed, 0};
-  if (text.rfind("random:", 0) == 0 && text.size() > 7 && text.find_first_not_of("0123456789", 7) == std::string::npos &&
-      text.size() < 26)
+  if (text.rfind("random:", 0) == 0 && text.size() > 7 &&
+      text.find_first_not_of("0123456789", 7) == std::string::npos && text.size() < 26)
     return {kRandom, std::strtoull(text.c_str() + 7, nullptr, 10)};
   Fail("[device] expected KVFUSE_EMULATED_SCHEDULE forward, reverse, skewed or random:NUMBER; found '", text, "'");
 }

@@ -12,9 +12,9 @@
 namespace kvfuse::emulated {
 
 constexpr uint32_t kSimdWidth = 32;
-constexpr uint32_t kMaxThreads = 1024;            // of a threadgroup
-constexpr size_t kMaxSharedBytes = 32768;         // threadgroup memory
-constexpr size_t kMaxSharedVariables = 32;        // a limit of the emulator only
+constexpr uint32_t kMaxThreads = 1024;      // of a threadgroup
+constexpr size_t kMaxSharedBytes = 32768;   // threadgroup memory
+constexpr size_t kMaxSharedVariables = 32;  // a limit of the emulator only
 
 // Where one GPU thread is.
 class Position {
@@ -47,7 +47,7 @@ struct Kernel {
 
 struct Program {
   std::vector<Kernel> kernels;
-  std::vector<std::pair<int, std::string>> constants;  // function constants: index, name
+  std::vector<ConstantShape> constants;
   // Throws Error when there is none of that name.
   const Kernel& Find(const std::string& name) const;
 };

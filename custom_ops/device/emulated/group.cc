@@ -13,7 +13,8 @@
 namespace kvfuse::emulated {
 namespace {
 
-constexpr size_t kRedZone = 64;  // between the variables of threadgroup memory, so that AddressSanitizer sees an overrun
+constexpr size_t kRedZone =
+    64;  // between the variables of threadgroup memory, so that AddressSanitizer sees an overrun
 constexpr size_t kArenaBytes = kMaxSharedBytes + (kMaxSharedVariables + 1) * kRedZone;
 
 class Group;
@@ -122,8 +123,8 @@ void Group::Enter(void* pointer) {
   Group& group = *self.group;
   Acquire(&group.start_order_);
   const Grid& grid = *group.grid_;
-  grid.kernel->run(grid.arguments.data(), Position({grid.groups[0], grid.groups[1], grid.groups[2]}, group.group_,
-                                                   grid.threads, self.number));
+  grid.kernel->run(grid.arguments.data(),
+                   Position({grid.groups[0], grid.groups[1], grid.groups[2]}, group.group_, grid.threads, self.number));
   group.Finish();
 }
 
@@ -317,7 +318,8 @@ void Group::RunGrid(const Grid& grid, const Schedule& schedule) {
   for (uint32_t i = 0; i < count; ++i) numbers[i] = schedule.order == Schedule::kReverse ? count - 1 - i : i;
   if (schedule.order == Schedule::kRandom)
     for (uint32_t i = count; i > 1; --i) std::swap(numbers[i - 1], numbers[order.Below(i)]);
-  for (uint32_t i = 0; i < count && problem_.kind == Problem::kNone; ++i) RunGroup(numbers[i], aligned + (i % arenas) * kArenaBytes);
+  for (uint32_t i = 0; i < count && problem_.kind == Problem::kNone; ++i)
+    RunGroup(numbers[i], aligned + (i % arenas) * kArenaBytes);
   Acquire(&end_order_);
   Allow(memory.get(), arenas * kArenaBytes + 16);
   running = outer;

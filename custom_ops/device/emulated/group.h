@@ -19,8 +19,8 @@ struct Bits {
 };
 struct Lanes {
   Bits values[32];
-  uint32_t active;   // bit i: lane i takes part
-  bool descending;   // the order of sums, which Metal leaves open
+  uint32_t active;  // bit i: lane i takes part
+  bool descending;  // the order of sums, which Metal leaves open
 };
 
 // All threads of the threadgroup meet; what they wrote before is seen by all after, when `orders_memory`.

@@ -101,15 +101,15 @@ T simd_broadcast(T value, ushort from, KVFUSE_SITE) {
 }
 template <typename T>
 T simd_shuffle_xor(T value, ushort mask, KVFUSE_SITE) {
-  return emulated::FromBits<T>(emulated::FromLane(emulated::ToBits(value), emulated::LaneIndex() ^ mask,
-                                                  {"simd_shuffle_xor", file, line}));
+  return emulated::FromBits<T>(
+      emulated::FromLane(emulated::ToBits(value), emulated::LaneIndex() ^ mask, {"simd_shuffle_xor", file, line}));
 }
 // No wrapping around: the first (last) `delta` lanes keep their own value.
 template <typename T>
 T simd_shuffle_up(T value, ushort delta, KVFUSE_SITE) {
   const uint lane = emulated::LaneIndex();
-  return emulated::FromBits<T>(emulated::FromLane(emulated::ToBits(value), lane < delta ? lane : lane - delta,
-                                                  {"simd_shuffle_up", file, line}));
+  return emulated::FromBits<T>(
+      emulated::FromLane(emulated::ToBits(value), lane < delta ? lane : lane - delta, {"simd_shuffle_up", file, line}));
 }
 template <typename T>
 T simd_shuffle_down(T value, ushort delta, KVFUSE_SITE) {
@@ -157,10 +157,10 @@ template <typename T>
 void atomic_store_explicit(Atomic<T>* object, std::common_type_t<T> value, memory_order) {
   __atomic_store_n(&object->value, value, __ATOMIC_RELAXED);
 }
-#define KVFUSE_ATOMIC(name, builtin)                                            \
-  template <typename T>                                                         \
-  T name(Atomic<T>* object, std::common_type_t<T> value, memory_order) {        \
-    return builtin(&object->value, value, __ATOMIC_RELAXED);                    \
+#define KVFUSE_ATOMIC(name, builtin)                                     \
+  template <typename T>                                                  \
+  T name(Atomic<T>* object, std::common_type_t<T> value, memory_order) { \
+    return builtin(&object->value, value, __ATOMIC_RELAXED);             \
   }
 KVFUSE_ATOMIC(atomic_exchange_explicit, __atomic_exchange_n)
 KVFUSE_ATOMIC(atomic_fetch_add_explicit, __atomic_fetch_add)
@@ -169,14 +169,14 @@ KVFUSE_ATOMIC(atomic_fetch_and_explicit, __atomic_fetch_and)
 KVFUSE_ATOMIC(atomic_fetch_or_explicit, __atomic_fetch_or)
 KVFUSE_ATOMIC(atomic_fetch_xor_explicit, __atomic_fetch_xor)
 #undef KVFUSE_ATOMIC
-#define KVFUSE_ATOMIC_EXTREME(name, better)                                                            \
-  template <typename T>                                                                                \
-  T name(Atomic<T>* object, std::common_type_t<T> value, memory_order) {                               \
-    T old = __atomic_load_n(&object->value, __ATOMIC_RELAXED);                                         \
-    while (value better old && !__atomic_compare_exchange_n(&object->value, &old, value, true, __ATOMIC_RELAXED, \
-                                                            __ATOMIC_RELAXED)) {                       \
-    }                                                                                                  \
-    return old;                                                                                        \
+#define KVFUSE_ATOMIC_EXTREME(name, better)                                                                       \
+  template <typename T>                                                                                           \
+  T name(Atomic<T>* object, std::common_type_t<T> value, memory_order) {                                          \
+    T old = __atomic_load_n(&object->value, __ATOMIC_RELAXED);                                                    \
+    while (value better old &&                                                                                    \
+           !__atomic_compare_exchange_n(&object->value, &old, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) { \
+    }                                                                                                             \
+    return old;                                                                                                   \
   }
 KVFUSE_ATOMIC_EXTREME(atomic_fetch_min_explicit, <)
 KVFUSE_ATOMIC_EXTREME(atomic_fetch_max_explicit, >)

@@ -37,8 +37,8 @@ std::string Describe(const Problem& problem, const std::string& kernel) {
            << problem.thread;
       break;
     case Problem::kSharedMemory:
-      text << "at most " << kMaxSharedBytes << " bytes of threadgroup memory in " << kMaxSharedVariables
-           << " variables" << of << problem.number << " with " << expected;
+      text << "at most " << kMaxSharedBytes << " bytes of threadgroup memory in " << kMaxSharedVariables << " variables"
+           << of << problem.number << " with " << expected;
       break;
     case Problem::kConstant:
       text << "the dispatch to set function constant " << problem.expected.what << of << "none of index "

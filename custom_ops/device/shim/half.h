@@ -44,15 +44,15 @@ class half {
 
 // float holds the exact product and, with its 24 >= 2 * 11 + 2 bits, rounding twice gives the half nearest to the
 // exact sum and quotient too. An integer beside a half becomes a half first; a float makes the result float.
-#define KVFUSE_HALF_OPERATOR(op)                                                                         \
+#define KVFUSE_HALF_OPERATOR(op)                                                                                \
   KVFUSE_SHIM half operator op(half a, half b) { return half(static_cast<float>(a) op static_cast<float>(b)); } \
-  template <typename I, typename = std::enable_if_t<std::is_integral_v<I>>>                              \
-  KVFUSE_SHIM half operator op(half a, I b) {                                                            \
-    return a op half(b);                                                                                 \
-  }                                                                                                      \
-  template <typename I, typename = std::enable_if_t<std::is_integral_v<I>>>                              \
-  KVFUSE_SHIM half operator op(I a, half b) {                                                            \
-    return half(a) op b;                                                                                 \
+  template <typename I, typename = std::enable_if_t<std::is_integral_v<I>>>                                     \
+  KVFUSE_SHIM half operator op(half a, I b) {                                                                   \
+    return a op half(b);                                                                                        \
+  }                                                                                                             \
+  template <typename I, typename = std::enable_if_t<std::is_integral_v<I>>>                                     \
+  KVFUSE_SHIM half operator op(I a, half b) {                                                                   \
+    return half(a) op b;                                                                                        \
   }
 KVFUSE_HALF_OPERATOR(+)
 KVFUSE_HALF_OPERATOR(-)

@@ -17,23 +17,23 @@
 namespace kvfuse::metal {
 
 // Functions of floats: on half they compute in float and round, on vectors element by element.
-#define KVFUSE_MATH1(name, expression)                                                  \
-  KVFUSE_SHIM float name(float a) { return expression; }                                \
-  KVFUSE_SHIM half name(half a) { return half(name(static_cast<float>(a))); }           \
-  template <typename T, int N>                                                          \
-  KVFUSE_SHIM Vector<T, N> name(const Vector<T, N>& a) {                                \
-    Vector<T, N> r;                                                                     \
-    for (int i = 0; i < N; ++i) r[i] = name(a[i]);                                      \
-    return r;                                                                           \
+#define KVFUSE_MATH1(name, expression)                                        \
+  KVFUSE_SHIM float name(float a) { return expression; }                      \
+  KVFUSE_SHIM half name(half a) { return half(name(static_cast<float>(a))); } \
+  template <typename T, int N>                                                \
+  KVFUSE_SHIM Vector<T, N> name(const Vector<T, N>& a) {                      \
+    Vector<T, N> r;                                                           \
+    for (int i = 0; i < N; ++i) r[i] = name(a[i]);                            \
+    return r;                                                                 \
   }
-#define KVFUSE_MATH2(name, expression)                                                                   \
-  KVFUSE_SHIM float name(float a, float b) { return expression; }                                        \
+#define KVFUSE_MATH2(name, expression)                                                                       \
+  KVFUSE_SHIM float name(float a, float b) { return expression; }                                            \
   KVFUSE_SHIM half name(half a, half b) { return half(name(static_cast<float>(a), static_cast<float>(b))); } \
-  template <typename T, int N>                                                                           \
-  KVFUSE_SHIM Vector<T, N> name(const Vector<T, N>& a, const Vector<T, N>& b) {                          \
-    Vector<T, N> r;                                                                                      \
-    for (int i = 0; i < N; ++i) r[i] = name(a[i], b[i]);                                                 \
-    return r;                                                                                            \
+  template <typename T, int N>                                                                               \
+  KVFUSE_SHIM Vector<T, N> name(const Vector<T, N>& a, const Vector<T, N>& b) {                              \
+    Vector<T, N> r;                                                                                          \
+    for (int i = 0; i < N; ++i) r[i] = name(a[i], b[i]);                                                     \
+    return r;                                                                                                \
   }
 KVFUSE_MATH1(acos, ::acosf(a))
 KVFUSE_MATH1(asin, ::asinf(a))
@@ -125,7 +125,8 @@ KVFUSE_SHIM T abs(T a) {
 template <typename T>
 KVFUSE_SHIM std::make_unsigned_t<T> absdiff(T a, T b) {
   using U = std::make_unsigned_t<T>;
-  return a < b ? static_cast<U>(static_cast<U>(b) - static_cast<U>(a)) : static_cast<U>(static_cast<U>(a) - static_cast<U>(b));
+  return a < b ? static_cast<U>(static_cast<U>(b) - static_cast<U>(a))
+               : static_cast<U>(static_cast<U>(a) - static_cast<U>(b));
 }
 // b where the condition holds, else a.
 template <typename T>
@@ -184,7 +185,8 @@ template <typename T>
 KVFUSE_SHIM T reverse_bits(T a) {
   using U = std::make_unsigned_t<T>;
   U result = 0;
-  for (unsigned bit = 0; bit < 8 * sizeof(T); ++bit) result |= static_cast<U>(((static_cast<U>(a) >> bit) & 1u) << (8 * sizeof(T) - 1 - bit));
+  for (unsigned bit = 0; bit < 8 * sizeof(T); ++bit)
+    result |= static_cast<U>(((static_cast<U>(a) >> bit) & 1u) << (8 * sizeof(T) - 1 - bit));
   return static_cast<T>(result);
 }
 template <typename T>

@@ -111,24 +111,24 @@ struct Vector : Storage<T, N> {
   static constexpr int kSize = N;
 };
 
-#define KVFUSE_OPERATOR(op)                                                            \
-  template <typename T, int N>                                                         \
-  KVFUSE_SHIM Vector<T, N> operator op(const Vector<T, N>& a, const Vector<T, N>& b) { \
-    Vector<T, N> r;                                                                    \
-    for (int i = 0; i < N; ++i) r[i] = static_cast<T>(a[i] op b[i]);                   \
-    return r;                                                                          \
-  }                                                                                    \
-  template <typename T, int N>                                                         \
+#define KVFUSE_OPERATOR(op)                                                                     \
+  template <typename T, int N>                                                                  \
+  KVFUSE_SHIM Vector<T, N> operator op(const Vector<T, N>& a, const Vector<T, N>& b) {          \
+    Vector<T, N> r;                                                                             \
+    for (int i = 0; i < N; ++i) r[i] = static_cast<T>(a[i] op b[i]);                            \
+    return r;                                                                                   \
+  }                                                                                             \
+  template <typename T, int N>                                                                  \
   KVFUSE_SHIM Vector<T, N> operator op(const Vector<T, N>& a, const std::common_type_t<T>& b) { \
-    return a op Vector<T, N>(b);                                                       \
-  }                                                                                    \
-  template <typename T, int N>                                                         \
+    return a op Vector<T, N>(b);                                                                \
+  }                                                                                             \
+  template <typename T, int N>                                                                  \
   KVFUSE_SHIM Vector<T, N> operator op(const std::common_type_t<T>& a, const Vector<T, N>& b) { \
-    return Vector<T, N>(a) op b;                                                       \
-  }                                                                                    \
-  template <typename T, int N, typename B>                                             \
-  KVFUSE_SHIM Vector<T, N>& operator op##=(Vector<T, N>& a, const B & b) {             \
-    return a = a op b;                                                                 \
+    return Vector<T, N>(a) op b;                                                                \
+  }                                                                                             \
+  template <typename T, int N, typename B>                                                      \
+  KVFUSE_SHIM Vector<T, N>& operator op## = (Vector<T, N> & a, const B& b) {                    \
+    return a = a op b;                                                                          \
   }
 KVFUSE_OPERATOR(+)
 KVFUSE_OPERATOR(-)
@@ -180,7 +180,7 @@ KVFUSE_SHIM To as_type(const From& from) {
   return to;
 }
 
-#define KVFUSE_VECTORS(T) \
+#define KVFUSE_VECTORS(T)    \
   using T##2 = Vector<T, 2>; \
   using T##3 = Vector<T, 3>; \
   using T##4 = Vector<T, 4>;

@@ -25,6 +25,8 @@ class KVFUSE_EXPORT Sequence {
   explicit Sequence(int64_t id) : id_(id) {}
 
   int64_t id() const { return id_; }
+  // The number of the present run: the only one that layers take part in.
+  int64_t run() const { return run_.load(); }
 
   // Smallest committed length over the layers of the bound model; 0 before the first run.
   int64_t Length();
@@ -32,6 +34,8 @@ class KVFUSE_EXPORT Sequence {
   int64_t ExactBegin();
   std::map<std::string, int64_t> Bytes();
   void Truncate(int64_t length);
+  // Throws Error when a sliding window has freed what a truncation to `length` needs.
+  void CheckTruncate(int64_t length);
   void Reset() { Truncate(0); }
   // -1 for none; checked before a run's layer appends.
   void SetLimits(int64_t max_tokens, int64_t max_bytes);
