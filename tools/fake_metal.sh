@@ -14,9 +14,8 @@ PYTHON=$python PATH="$(dirname "$python"):$PATH" tools/get_metal_cpp.sh
 . tools/variant.sh
 build_variant "$build" -DKVFUSE_FAKE_METAL=ON -DKVFUSE_CUDA=OFF -DCMAKE_CXX_FLAGS="-O1 -g"
 
-# Late: command buffers run when somebody waits; thread: beside the host.
-export PYTHONPATH=$build/site
-tests=${*:-tests/metal}
-for schedule in late thread; do
-  KVFUSE_FAKE_METAL_SCHEDULE=$schedule "$python" -m pytest -q -p no:cacheprovider $tests
-done
+# Late: command buffers run when somebody waits, so that who reads too early reads old bytes; thread: beside the host.
+export PYTHONPATH=$build/site KVFUSE_TEST_DEVICE=metal
+KVFUSE_FAKE_METAL_SCHEDULE=late "$python" -m pytest -q -p no:cacheprovider ${*:-tests/metal tests/ep}
+KVFUSE_FAKE_METAL_SCHEDULE=thread "$python" -m pytest -q -p no:cacheprovider \
+  ${*:-tests/metal/test_leaks.py tests/ep/test_states.py tests/ep/test_tiny_decoder.py}

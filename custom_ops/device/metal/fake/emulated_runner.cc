@@ -1,9 +1,12 @@
 // Gives the fake GPU the kernels of the library, as the emulated device runs them.
+#include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 #include <string>
 
 #include "device/emulated/device.h"
 #include "device/metal/fake/fake_metal.h"
+#include "device/metal/fake/objc_runtime.h"
 #include "kvfuse/error.h"
 
 namespace kvfuse::fake_metal {
@@ -42,11 +45,21 @@ Schedule ScheduleFromEnvironment() {
   return name == "thread" ? Schedule::kThread : Schedule::kLate;
 }
 
-const bool installed = [] {
-  TheSettings().runner = RunEmulated;
-  TheSettings().schedule = ScheduleFromEnvironment();
-  return true;
-}();
+// Made when the library is loaded, so it goes after every device and cache, which are made later.
+struct Installed {
+  Installed() {
+    TheSettings().runner = RunEmulated;
+    TheSettings().schedule = ScheduleFromEnvironment();
+  }
+  // KVFUSE_FAKE_METAL_LEAKS=1: says which objects nobody has released.
+  ~Installed() {
+    if (std::getenv("KVFUSE_FAKE_METAL_LEAKS") == nullptr) return;
+    const Counts counts = TheCounts();
+    std::fprintf(stderr, "[fake metal] %lld kernels ran; left:", static_cast<long long>(counts.dispatches));
+    for (const auto& [class_name, count] : LiveObjects()) std::fprintf(stderr, " %d %s", count, class_name.c_str());
+    std::fprintf(stderr, "\n");
+  }
+} installed;
 
 }  // namespace
 }  // namespace kvfuse::fake_metal
