@@ -29,11 +29,11 @@ def plain_session(choices: dict[str, str]) -> onnxruntime.InferenceSession:
 
 
 def test_devices_are_listed_with_reasons(device):
-    found = {device.name: device for device in kvfuse.devices()}
+    found = {info.name: info for info in kvfuse.devices()}
     assert list(found) == ["cpu", "metal", "cuda", "emulated"]
     assert found["cpu"].usable
-    for device in found.values():
-        assert device.usable == (device.reason is None)
+    for info in found.values():
+        assert info.usable == (info.reason is None)
     if sys.platform == "linux":
         assert found["emulated"].usable
         assert found["metal"].usable == (device == "metal")  # over the fake, for tests
