@@ -98,7 +98,7 @@ Division Divide(const CacheFormat& format, const DeviceLayout& layout, const Til
   d.slices = static_cast<int>(CeilDiv(layout.value.chunks, d.wide ? 2 * kSimd : kSimd));
   const int groups = format.value.scaled() && format.value.group_size != 0 ? 128 / format.value.group_size : 1;
   const int floats = d.queries * std::max(groups * kTile, d.wide ? 256 : 128);
-  d.simdgroups = std::min<int>({4, kWeightFloats / floats,
+  d.simdgroups = std::min<int>({kMaxSimdgroups, kWeightFloats / floats,
                                 PowerOfTwoFrom(std::max<int64_t>({1, tiles.low, tiles.exact}), kMaxSimdgroups)});
   const int64_t others = int64_t{d.row_tiles} * format.kv_num_heads * d.slices;
   d.low_splits = Splits(tiles.low, d.simdgroups, others, wanted_splits, kMaxSplits / 2);
@@ -291,8 +291,6 @@ void DeviceLayerCache::Run(const StepArgs& step) {
         dispatch.kernel = "attend";
         dispatch.constants = {{kConstantVariant, context_.options().simd},
                               {kConstantQueries, division.queries},
-                              {kConstantKeyBits, format_.key.bits},
-                              {kConstantValueBits, format_.value.bits},
                               {kConstantWide, division.wide}};
         dispatch.arguments = {Value(attend),
                               In(low),
@@ -377,7 +375,7 @@ std::vector<int32_t> DeviceLayerCache::IntegerScores(const Rows& query, int num_
   context_.device().Launch(dispatch);
   dispatch = {};
   dispatch.kernel = "scores";
-  dispatch.constants = {{kConstantVariant, context_.options().simd}, {kConstantKeyBits, format_.key.bits}};
+  dispatch.constants = {{kConstantVariant, context_.options().simd}};
   dispatch.arguments = {Value(attend), In(memory_->low.buffer()), table_.argument(), In(scratch, launch.codes),
                         In(scratch, launch.sums), In(scratch, launch.output)};
   dispatch.groups[0] = static_cast<uint32_t>(CeilDiv(encoded, kPageTokens));

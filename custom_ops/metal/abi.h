@@ -11,18 +11,16 @@ enum Sizes {
   kMaxHeadDim = 1024,    // channels of a row that fit the threadgroup memory of `append` and `merge`
   kMaxQueries = 8,       // query rows that share each unpacked key and value
   kWeightFloats = 4096,  // of threadgroup memory in `attend`, for all its simdgroups
-  kMaxSimdgroups = 8,    // of `attend`
+  kMaxSimdgroups = 4,    // of `attend`
   kMaxSplits = 512,      // parts of the tokens that `merge` brings together
   kMergeThreads = 512,   // at most
   kSliceGroups = 4       // scale groups in 128 value channels
 };
 
 enum FunctionConstants {
-  kConstantVariant = 1,    // 0: one code at a time; 1: four codes a word (dot4)
-  kConstantQueries = 2,    // query rows of a simdgroup: 1, 2, 4 or 8
-  kConstantKeyBits = 3,    // 4, 8 or 16
-  kConstantValueBits = 4,  // 4, 8 or 16
-  kConstantWide = 5        // 1: a lane has two quads of value channels instead of one
+  kConstantVariant = 1,  // 0: one code at a time; 1: four codes a word (dot4)
+  kConstantQueries = 2,  // query rows of a simdgroup: 1, 2, 4 or 8
+  kConstantWide = 3      // 1: a lane has two quads of value channels instead of one
 };
 
 // One side of the low-bit store. Within a page, `offset` bytes from the beginning of a kv head:

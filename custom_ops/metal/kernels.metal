@@ -11,11 +11,15 @@
 using namespace metal;
 using namespace kvfuse_abi;
 
-constant int kVariant [[function_constant(kConstantVariant)]];      // values: 0, 1
-constant int kQueries [[function_constant(kConstantQueries)]];      // values: 1, 2, 4, 8
-constant int kKeyBits [[function_constant(kConstantKeyBits)]];      // values: 4, 8, 16
-constant int kValueBits [[function_constant(kConstantValueBits)]];  // values: 4, 8, 16
-constant int kWide [[function_constant(kConstantWide)]];            // values: 0, 1
+// cuda: kVariant 1, kQueries 1 2 4 8, kWide 0 1
+// cuda: kVariant 0, kQueries 2 4, kWide 0
+constant int kVariant [[function_constant(kConstantVariant)]];  // values: 0, 1
+constant int kQueries [[function_constant(kConstantQueries)]];  // values: 1, 2, 4, 8
+constant int kWide [[function_constant(kConstantWide)]];        // values: 0, 1
+
+// Loops over arrays that must live in registers.
+#define UNROLLED _Pragma("unroll")
+#define EACH_ROW(q) UNROLLED for (int q = 0; q < N; ++q)
 
 constant constexpr float kNoScore = -INFINITY;
 constant constexpr int kNever = 0x7fffffff;
@@ -321,7 +325,7 @@ inline void store_query(constant AppendArgs& args, threadgroup const float* row,
   }
 }
 
-kernel void append(constant AppendArgs& args [[buffer(kAppendArgs)]],
+[[max_total_threads_per_threadgroup(32)]] kernel void append(constant AppendArgs& args [[buffer(kAppendArgs)]],
                    device uchar* pages [[buffer(kAppendPages)]],
                    device float* exact [[buffer(kAppendExact)]],
                    device ushort* means [[buffer(kAppendMeans)]],
@@ -415,7 +419,7 @@ template <int N>
 inline void find_rows(constant AttendArgs& args, int kv_head, int tile, thread QueryRows<N>& rows) {
   constant Cache& cache = args.cache;
   const int share = args.heads / cache.kv_heads;
-  for (int q = 0; q < N; ++q) {
+  EACH_ROW(q) {
     const int index = tile * N + q, token = args.first_token + min(index / share, args.tokens - 1);
     const int position = cache.past + token;
     rows.row[q] = token * args.heads + kv_head * share + index % share;
@@ -443,7 +447,7 @@ struct Sums {
 
 template <int N>
 inline void start(thread Softmax<N>& softmax, thread Sums<N>& sums) {
-  for (int q = 0; q < N; ++q) {
+  EACH_ROW(q) {
     softmax.maximum[q] = kNoScore;
     softmax.sum[q] = 0.0f;
     sums.first[q] = float4(0.0f);
@@ -504,8 +508,8 @@ inline void take_group(thread ScoreGroups<N>& groups, constant Side& side, threa
                        thread int (&dots)[N][2]) {
   const float a = scale_of(side, groups.page, group, groups.token);
   const float b = scale_of(side, groups.page, group, groups.token + kSimd);
-  for (int q = 0; q < N; ++q) {
-    const int offset = kKeyBits == 4 ? 8 * groups.query_sums[rows.row[q] * side.groups + group] : 0;
+  EACH_ROW(q) {
+    const int offset = side.bits == 4 ? 8 * groups.query_sums[rows.row[q] * side.groups + group] : 0;
     groups.scores[q][0] = fma(a, float(dots[q][0] - offset), groups.scores[q][0]);
     groups.scores[q][1] = fma(b, float(dots[q][1] - offset), groups.scores[q][1]);
   }
@@ -523,9 +527,9 @@ struct StoreGroups {
 template <int N>
 inline void take_group(thread StoreGroups<N>& groups, constant Side& side, thread const QueryRows<N>& rows, int group,
                        thread int (&dots)[N][2]) {
-  for (int q = 0; q < N; ++q) {
-    const int offset = kKeyBits == 4 ? 8 * groups.query_sums[rows.row[q] * side.groups + group] : 0;
-    for (int u = 0; u < 2; ++u) {
+  EACH_ROW(q) {
+    const int offset = side.bits == 4 ? 8 * groups.query_sums[rows.row[q] * side.groups + group] : 0;
+    UNROLLED for (int u = 0; u < 2; ++u) {
       const int j = groups.token + u * kSimd;
       if (groups.first + q < groups.last && j < groups.total)
         groups.out[(long(groups.first + q) * groups.total + j) * side.groups + group] = dots[q][u] - offset;
@@ -534,12 +538,12 @@ inline void take_group(thread StoreGroups<N>& groups, constant Side& side, threa
 }
 
 // One 16-byte chunk of two tokens against N queries.
-template <int N>
+template <int N, int kBits>
 inline void add_chunk(uint4 a, uint4 b, device const uint4* query_codes, int query_chunks,
                       thread const QueryRows<N>& rows, int chunk, thread int (&dots)[N][2]) {
-  for (int q = 0; q < N; ++q) {
+  EACH_ROW(q) {
     device const uint4* query = query_codes + rows.row[q] * query_chunks;
-    if (kKeyBits == 4) {
+    if (kBits == 4) {
       const uint4 x = query[2 * chunk], y = query[2 * chunk + 1];
       dots[q][0] = dot_nibbles(a.x, x.x, x.y, dots[q][0]);
       dots[q][1] = dot_nibbles(b.x, x.x, x.y, dots[q][1]);
@@ -565,29 +569,31 @@ inline void add_chunk(uint4 a, uint4 b, device const uint4* query_codes, int que
 
 // The integer dots of tokens lane and lane + 32 of a page with N queries, handed on group by group. Four chunks are
 // asked for at once, so that their loads overlap.
-template <int N, typename Groups>
+template <int N, int kBits, typename Groups>
 inline void key_dots(constant Side& side, device const uchar* page, device const uint4* query_codes, int query_chunks,
                      thread const QueryRows<N>& rows, int lane, thread Groups& groups) {
   device const uint4* codes = (device const uint4*)(page + side.offset) + lane;
-  const int group_chunks = side.group_size == 0 ? side.chunks : side.group_size * side.bits / 128;
+  const int group_chunks = side.group_size == 0 ? side.chunks : side.group_size * kBits / 128;
   int dots[N][2];
-  for (int q = 0; q < N; ++q) dots[q][0] = dots[q][1] = 0;
+  EACH_ROW(q) dots[q][0] = dots[q][1] = 0;
   int group = 0, left = group_chunks;
   for (int first = 0; first < side.chunks; first += 4) {
     uint4 a[4], b[4];
-    for (int i = 0; i < 4; ++i) {
+UNROLLED for (int i = 0; i < 4; ++i) {
       const int chunk = min(first + i, side.chunks - 1);
       a[i] = codes[chunk * kTile];
       b[i] = codes[chunk * kTile + kSimd];
     }
-    for (int i = 0; i < 4; ++i) {
-      if (first + i >= side.chunks) break;
-      add_chunk<N>(a[i], b[i], query_codes, query_chunks, rows, first + i, dots);
-      if (--left == 0 || first + i + 1 == side.chunks) {
-        take_group<N>(groups, side, rows, group, dots);
-        for (int q = 0; q < N; ++q) dots[q][0] = dots[q][1] = 0;
-        group += 1;
-        left = group_chunks;
+UNROLLED for (int i = 0; i < 4; ++i) {
+      if (first + i < side.chunks) {
+        add_chunk<N, kBits>(a[i], b[i], query_codes, query_chunks, rows, first + i, dots);
+        left -= 1;
+        if (left == 0 || first + i + 1 == side.chunks) {
+          take_group<N>(groups, side, rows, group, dots);
+          EACH_ROW(q) dots[q][0] = dots[q][1] = 0;
+          group += 1;
+          left = group_chunks;
+        }
       }
     }
   }
@@ -600,7 +606,7 @@ inline void half_scores(constant Side& side, device const uchar* page, device co
   device const uint4* codes = (device const uint4*)(page + side.offset) + lane;
   for (int chunk = 0; chunk < side.chunks; ++chunk) {
     const uint4 a = codes[chunk * kTile], b = codes[chunk * kTile + kSimd];
-    for (int q = 0; q < N; ++q) {
+    EACH_ROW(q) {
       device const float4* x = (device const float4*)(query + long(rows.row[q]) * side.pitch) + 2 * chunk;
       const float4 low = x[0], high = x[1];
       scores[q][0] = dot_halves(a.w, high.z, high.w, dot_halves(a.z, high.x, high.y,
@@ -620,13 +626,13 @@ inline void add_means(constant Cache& cache, device const ushort* means, device 
     device const ushort* mean =
         means + (long(table[cache.mean_table + block]) * cache.kv_heads + kv_head) * cache.key.dim;
     float dots[N];
-    for (int q = 0; q < N; ++q) dots[q] = 0.0f;
+    EACH_ROW(q) dots[q] = 0.0f;
     for (int i = lane; i < cache.key.dim; i += kSimd) {
       const float x = from_half(mean[i]);
-      for (int q = 0; q < N; ++q) dots[q] = fma(query[long(rows.row[q]) * cache.key.pitch + i], x, dots[q]);
+      EACH_ROW(q) dots[q] = fma(query[long(rows.row[q]) * cache.key.pitch + i], x, dots[q]);
     }
     const int first = block * cache.block, last = first + cache.block;
-    for (int q = 0; q < N; ++q) {
+    EACH_ROW(q) {
       const float dot = scale * add_all(dots[q]);
       if (token >= first && token < last) scores[q][0] += dot;
       if (token + kSimd >= first && token + kSimd < last) scores[q][1] += dot;
@@ -635,9 +641,9 @@ inline void add_means(constant Cache& cache, device const ushort* means, device 
 }
 
 // 16^-k, or 256^-k: what value_of leaves to the weight of the k-th token of a word.
-inline float place_of(int token) {
-  if (kValueBits == 4) return as_type<float>(0x3f800000u - (uint(token & 3) << 25));
-  return kValueBits == 8 && (token & 1) != 0 ? 0.00390625f : 1.0f;
+inline float place_of(int bits, int token) {
+  if (bits == 4) return as_type<float>(0x3f800000u - (uint(token & 3) << 25));
+  return bits == 8 && (token & 1) != 0 ? 0.00390625f : 1.0f;
 }
 
 // A code where it stands in the low 16 bits of a word, as a float: in the mantissa of 2^23, then without the 2^23 and
@@ -663,18 +669,18 @@ inline float weighted2(float2 weights, float2 values, float sum) {
 inline float weighted_seen(float weight, float value, float sum) { return weight < 0.0f ? sum : fma(weight, value, sum); }
 
 // Adds a page's values of one quad of channels under the weights [N][stride] of its 64 tokens.
-template <int N>
+template <int N, int kBits>
 inline void add_values(device const uint4* codes, thread const ValueLanes& lanes, int quad,
                        threadgroup const float* weights, int stride, thread float4 (&sums)[N]) {
-  const int steps = kTile * kValueBits / 32;
+  const int steps = kTile * kBits / 32;
   for (int step = lanes.part; step < steps; step += lanes.parts) {
     const uint4 words = codes[step * lanes.quads + quad];
-    if (kValueBits == 4) {
+    if (kBits == 4) {
       const float4 x0 = nibble_values(words.x), x1 = nibble_values(words.x >> 16);
       const float4 y0 = nibble_values(words.y), y1 = nibble_values(words.y >> 16);
       const float4 z0 = nibble_values(words.z), z1 = nibble_values(words.z >> 16);
       const float4 w0 = nibble_values(words.w), w1 = nibble_values(words.w >> 16);
-      for (int q = 0; q < N; ++q) {
+      EACH_ROW(q) {
         threadgroup const float4* weight = (threadgroup const float4*)(weights + q * stride + 8 * step);
         const float4 a = weight[0], b = weight[1];
         sums[q].x = weighted4(b, x1, weighted4(a, x0, sums[q].x));
@@ -682,12 +688,12 @@ inline void add_values(device const uint4* codes, thread const ValueLanes& lanes
         sums[q].z = weighted4(b, z1, weighted4(a, z0, sums[q].z));
         sums[q].w = weighted4(b, w1, weighted4(a, w0, sums[q].w));
       }
-    } else if (kValueBits == 8) {
+    } else if (kBits == 8) {
       const float2 x0 = byte_values(words.x), x1 = byte_values(words.x >> 16);
       const float2 y0 = byte_values(words.y), y1 = byte_values(words.y >> 16);
       const float2 z0 = byte_values(words.z), z1 = byte_values(words.z >> 16);
       const float2 w0 = byte_values(words.w), w1 = byte_values(words.w >> 16);
-      for (int q = 0; q < N; ++q) {
+      EACH_ROW(q) {
         threadgroup const float2* weight = (threadgroup const float2*)(weights + q * stride + 4 * step);
         const float2 a = weight[0], b = weight[1];
         sums[q].x = weighted2(b, x1, weighted2(a, x0, sums[q].x));
@@ -698,7 +704,7 @@ inline void add_values(device const uint4* codes, thread const ValueLanes& lanes
     } else {
       const half2 x = as_type<half2>(words.x), y = as_type<half2>(words.y);
       const half2 z = as_type<half2>(words.z), w = as_type<half2>(words.w);
-      for (int q = 0; q < N; ++q) {
+      EACH_ROW(q) {
         const float a = weights[q * stride + 2 * step], b = weights[q * stride + 2 * step + 1];
         sums[q].x = weighted_seen(b, float(x.y), weighted_seen(a, float(x.x), sums[q].x));
         sums[q].y = weighted_seen(b, float(y.y), weighted_seen(a, float(y.x), sums[q].y));
@@ -707,6 +713,17 @@ inline void add_values(device const uint4* codes, thread const ValueLanes& lanes
       }
     }
   }
+}
+
+template <int N>
+inline void add_page(int bits, device const uint4* codes, thread const ValueLanes& lanes, int quad,
+                     threadgroup const float* weights, int stride, thread float4 (&sums)[N]) {
+  if (bits == 4)
+    add_values<N, 4>(codes, lanes, quad, weights, stride, sums);
+  else if (bits == 8)
+    add_values<N, 8>(codes, lanes, quad, weights, stride, sums);
+  else
+    add_values<N, 16>(codes, lanes, quad, weights, stride, sums);
 }
 
 // The low-bit tokens of tiles first, first + step, … before last.
@@ -723,10 +740,10 @@ inline void attend_low(constant AttendArgs& args, device const uchar* pages, dev
     const int token = tile * kTile + lane;
 
     float scores[N][2];
-    if (kKeyBits == 16) {
-      for (int q = 0; q < N; ++q) scores[q][0] = scores[q][1] = 0.0f;
+    if (cache.key.bits == 16) {
+      EACH_ROW(q) scores[q][0] = scores[q][1] = 0.0f;
       half_scores<N>(cache.key, page, query, rows, lane, scores);
-      for (int q = 0; q < N; ++q) {
+      EACH_ROW(q) {
         scores[q][0] *= args.scale;
         scores[q][1] *= args.scale;
       }
@@ -735,16 +752,19 @@ inline void attend_low(constant AttendArgs& args, device const uchar* pages, dev
       groups.page = page;
       groups.query_sums = query_sums;
       groups.token = lane;
-      for (int q = 0; q < N; ++q) groups.scores[q][0] = groups.scores[q][1] = 0.0f;
-      key_dots<N, ScoreGroups<N>>(cache.key, page, query_codes, args.query_chunks, rows, lane, groups);
-      for (int q = 0; q < N; ++q) {
+      EACH_ROW(q) groups.scores[q][0] = groups.scores[q][1] = 0.0f;
+      if (cache.key.bits == 4)
+        key_dots<N, 4, ScoreGroups<N>>(cache.key, page, query_codes, args.query_chunks, rows, lane, groups);
+      else
+        key_dots<N, 8, ScoreGroups<N>>(cache.key, page, query_codes, args.query_chunks, rows, lane, groups);
+      EACH_ROW(q) {
         const float query_scale = query_scales[rows.row[q]];
         scores[q][0] = args.scale * (query_scale * groups.scores[q][0]);
         scores[q][1] = args.scale * (query_scale * groups.scores[q][1]);
       }
       if (cache.centered != 0) {
         int from = kNever, to = 0;
-        for (int q = 0; q < N; ++q) {
+        EACH_ROW(q) {
           from = min(from, max(rows.begin[q], cache.n_sink));
           to = max(to, min(rows.end[q], rows.exact_from[q]));
         }
@@ -754,19 +774,19 @@ inline void attend_low(constant AttendArgs& args, device const uchar* pages, dev
     }
 
     // Scores become weights: in registers, -1 where a token is not seen.
-    for (int u = 0; u < 2; ++u) {
+    UNROLLED for (int u = 0; u < 2; ++u) {
       const int j = token + u * kSimd;
       const bool attended = j < cache.total && (args.padded == 0 || padding[j] != 0);
-      for (int q = 0; q < N; ++q) {
+      EACH_ROW(q) {
         const bool seen = attended && j >= rows.begin[q] && j >= cache.n_sink && j < rows.end[q] &&
                           j < rows.exact_from[q];
         scores[q][u] = seen ? finish_score(args, bias, rows.row[q], j, scores[q][u]) : kNoScore;
       }
     }
-    for (int q = 0; q < N; ++q) {
+    EACH_ROW(q) {
       raise<N>(softmax, sums, q,
                largest_of_all(largest(largest(kNoScore, scores[q][0]), scores[q][1])));
-      for (int u = 0; u < 2; ++u) {
+      UNROLLED for (int u = 0; u < 2; ++u) {
         const bool seen = scores[q][u] != kNoScore;
         scores[q][u] = seen ? exp(scores[q][u] - softmax.maximum[q]) : -1.0f;
         softmax.sum[q] += seen ? scores[q][u] : 0.0f;
@@ -775,35 +795,33 @@ inline void attend_low(constant AttendArgs& args, device const uchar* pages, dev
 
     // 128 channels at a time: weight times scale for each of their groups, then the values.
     const int group_size = cache.value.group_size;
-    for (int half_index = 0; half_index < 2; ++half_index) {
+    UNROLLED for (int half_index = 0; half_index < 2; ++half_index) {
       if (half_index == 1 && kWide == 0) break;
       const int quad = lanes.quad + half_index * kSimd;
       const int channel = (quad - lanes.quad % kSimd) * 4;
       const int first_group = group_size == 0 ? 0 : channel / group_size;
       const int groups = group_size == 0 ? 1 : min(128 / group_size, cache.value.groups - first_group);
-      const int stride = (group_size == 0 || kValueBits == 16 ? 1 : 128 / group_size) * kTile;
+      const int stride = (group_size == 0 || cache.value.bits == 16 ? 1 : 128 / group_size) * kTile;
       simdgroup_barrier(mem_flags::mem_threadgroup);
-      for (int u = 0; u < 2; ++u) {
+      UNROLLED for (int u = 0; u < 2; ++u) {
         const int t = lane + u * kSimd;
-        const float place = place_of(t);
-        if (kValueBits == 16) {
-          for (int q = 0; q < N; ++q) weights[q * stride + t] = scores[q][u];
+        const float place = place_of(cache.value.bits, t);
+        if (cache.value.bits == 16) {
+          EACH_ROW(q) weights[q * stride + t] = scores[q][u];
         } else {
           for (int g = 0; g < groups; ++g) {
             const float scale = scale_of(cache.value, page, first_group + g, t);
-            for (int q = 0; q < N; ++q)
+            EACH_ROW(q)
               weights[q * stride + g * kTile + t] = scores[q][u] < 0.0f ? 0.0f : scores[q][u] * scale * place;
           }
         }
       }
       simdgroup_barrier(mem_flags::mem_threadgroup);
       if (quad >= lanes.quads) continue;
-      const int group = group_size == 0 || kValueBits == 16 ? 0 : quad * 4 / group_size - first_group;
+      const int group = group_size == 0 || cache.value.bits == 16 ? 0 : quad * 4 / group_size - first_group;
       device const uint4* codes = (device const uint4*)(page + cache.value.offset);
-      if (half_index == 0)
-        add_values<N>(codes, lanes, quad, weights + group * kTile, stride, sums.first);
-      else
-        add_values<N>(codes, lanes, quad, weights + group * kTile, stride, sums.second);
+      add_page<N>(cache.value.bits, codes, lanes, quad, weights + group * kTile, stride,
+                  half_index == 0 ? sums.first : sums.second);
     }
   }
 }
@@ -831,40 +849,40 @@ inline void attend_exact(constant AttendArgs& args, device const float* exact, d
     const int base = (sink ? tile : window + tile - sink_tiles) * kExactTile;
     // Eight lanes a token, four tokens at a time.
     float scores[N][4];
-    for (int n = 0; n < 4; ++n) {
+    UNROLLED for (int n = 0; n < 4; ++n) {
       const int j = base + 4 * n + lane / 8;
       const bool attended = j < cache.total && (sink == (j < cache.n_sink)) && (args.padded == 0 || padding[j] != 0);
       bool any_seen = false;
-      for (int q = 0; q < N; ++q) {
+      EACH_ROW(q) {
         const bool seen = attended && j >= rows.begin[q] && j < rows.end[q] && (sink || j >= rows.exact_from[q]);
         scores[q][n] = seen ? 0.0f : kNoScore;
         any_seen = any_seen || seen;
       }
       float dots[N];
-      for (int q = 0; q < N; ++q) dots[q] = 0.0f;
+      EACH_ROW(q) dots[q] = 0.0f;
       if (any_seen) {
         device const float4* key =
             (device const float4*)seen_row(cache, true, exact, sinks, table, new_key, kv_head, j);
         for (int i = piece; i < quads; i += 8) {
           const float4 k = key[i];
-          for (int q = 0; q < N; ++q) {
+          EACH_ROW(q) {
             const float4 x = ((device const float4*)(query + long(rows.row[q]) * cache.key.pitch))[i];
             dots[q] = fma(k.w, x.w, fma(k.z, x.z, fma(k.y, x.y, fma(k.x, x.x, dots[q]))));
           }
         }
       }
-      for (int q = 0; q < N; ++q) {
+      EACH_ROW(q) {
         float dot = dots[q];
         for (int s = 4; s > 0; s /= 2) dot += simd_shuffle_xor(dot, ushort(s));
         if (scores[q][n] != kNoScore) scores[q][n] = finish_score(args, bias, rows.row[q], j, args.scale * dot);
       }
     }
     simdgroup_barrier(mem_flags::mem_threadgroup);
-    for (int q = 0; q < N; ++q) {
+    EACH_ROW(q) {
       float maximum = kNoScore;
-      for (int n = 0; n < 4; ++n) maximum = largest(maximum, scores[q][n]);
+      UNROLLED for (int n = 0; n < 4; ++n) maximum = largest(maximum, scores[q][n]);
       raise<N>(softmax, sums, q, largest_of_all(maximum));
-      for (int n = 0; n < 4; ++n) {
+      UNROLLED for (int n = 0; n < 4; ++n) {
         if (piece != 0) continue;
         const bool seen = scores[q][n] != kNoScore;
         const float weight = seen ? exp(scores[q][n] - softmax.maximum[q]) : -1.0f;
@@ -875,15 +893,15 @@ inline void attend_exact(constant AttendArgs& args, device const float* exact, d
     simdgroup_barrier(mem_flags::mem_threadgroup);
     for (int t = lanes.part; t < kExactTile; t += lanes.parts) {
       bool any_seen = false;
-      for (int q = 0; q < N; ++q) any_seen = any_seen || !(weights[q * kExactTile + t] < 0.0f);
+      EACH_ROW(q) any_seen = any_seen || !(weights[q * kExactTile + t] < 0.0f);
       if (!any_seen) continue;
       device const float4* value =
           (device const float4*)seen_row(cache, false, exact, sinks, table, new_value, kv_head, base + t);
-      for (int half_index = 0; half_index < 2; ++half_index) {
+      UNROLLED for (int half_index = 0; half_index < 2; ++half_index) {
         const int quad = lanes.quad + half_index * kSimd;
         if ((half_index == 1 && kWide == 0) || quad >= lanes.quads) break;
         const float4 v = value[quad];
-        for (int q = 0; q < N; ++q) {
+        EACH_ROW(q) {
           const float weight = weights[q * kExactTile + t];
           if (weight < 0.0f) continue;
           if (half_index == 0)
@@ -915,7 +933,7 @@ inline void write_split(constant AttendArgs& args, thread const QueryRows<N>& ro
                         device float* partials, device float* split_stats) {
   const int width = kWide != 0 ? 256 : 128, count = args.tokens * args.heads;
   const int share = kWeightFloats / simdgroups;
-  for (int q = 0; q < N; ++q) {
+  EACH_ROW(q) {
     softmax.sum[q] = add_all(softmax.sum[q]);
     if (lane == 0) {
       stats[(simdgroup * N + q) * 2] = softmax.maximum[q];
@@ -924,7 +942,7 @@ inline void write_split(constant AttendArgs& args, thread const QueryRows<N>& ro
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   threadgroup float4* mine = (threadgroup float4*)(weights + simdgroup * share);
-  for (int q = 0; q < N; ++q) {
+  EACH_ROW(q) {
     float maximum = kNoScore;
     for (int s = 0; s < simdgroups; ++s) maximum = largest(maximum, stats[(s * N + q) * 2]);
     // A simdgroup whose rows see nothing has sum 0; one with nothing but NaN has maximum -inf and sum NaN.
@@ -935,7 +953,7 @@ inline void write_split(constant AttendArgs& args, thread const QueryRows<N>& ro
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   const int thread_index = simdgroup * kSimd + lane, threads = simdgroups * kSimd;
-  for (int q = 0; q < N; ++q) {
+  EACH_ROW(q) {
     if (rows.end[q] == 0) continue;
     const long at = long(split) * count + rows.row[q] - args.first_token * args.heads;
     const int channels = min(width, lanes.quads * 4 - slice * width);
@@ -978,7 +996,7 @@ inline void attend_rows(constant AttendArgs& args, device const uchar* pages, de
   threadgroup float* mine = weights + simdgroup * (kWeightFloats / simdgroups);
 
   int begin = kNever, end = 0, low_from = kNever, low_to = 0, exact_from = kNever;
-  for (int q = 0; q < N; ++q) {
+  EACH_ROW(q) {
     if (rows.end[q] == 0) continue;
     begin = min(begin, rows.begin[q]);
     end = max(end, rows.end[q]);
@@ -1007,7 +1025,7 @@ inline void attend_rows(constant AttendArgs& args, device const uchar* pages, de
                  split_stats);
 }
 
-kernel void attend(constant AttendArgs& args [[buffer(kAttendArgs)]],
+[[max_total_threads_per_threadgroup(128)]] kernel void attend(constant AttendArgs& args [[buffer(kAttendArgs)]],
                    device const uchar* pages [[buffer(kAttendPages)]],
                    device const float* exact [[buffer(kAttendExact)]],
                    device const ushort* means [[buffer(kAttendMeans)]],
@@ -1050,7 +1068,7 @@ kernel void attend(constant AttendArgs& args [[buffer(kAttendArgs)]],
 // ---- merge ---------------------------------------------------------------------------------------------------------
 
 // output = (low-bit sum, rotated back, + exact sum) / sum of weights; a query that sees nothing gives zeros.
-kernel void merge(constant MergeArgs& args [[buffer(kMergeArgs)]],
+[[max_total_threads_per_threadgroup(512)]] kernel void merge(constant MergeArgs& args [[buffer(kMergeArgs)]],
                   device const float* partials [[buffer(kMergePartials)]],
                   device const float* split_stats [[buffer(kMergeStats)]],
                   device const float* head_sink [[buffer(kMergeHeadSink)]],
@@ -1128,7 +1146,7 @@ kernel void merge(constant MergeArgs& args [[buffer(kMergeArgs)]],
 // ---- for tests -----------------------------------------------------------------------------------------------------
 
 // The int32 dots that attend works with. Threadgroups of one simdgroup: x = tile, y = tile of query rows, z = kv head.
-kernel void scores(constant AttendArgs& args [[buffer(kScoresArgs)]],
+[[max_total_threads_per_threadgroup(32)]] kernel void scores(constant AttendArgs& args [[buffer(kScoresArgs)]],
                    device const uchar* pages [[buffer(kScoresPages)]],
                    device const int* table [[buffer(kScoresTable)]],
                    device const uint4* query_codes [[buffer(kScoresQueryCodes)]],
@@ -1148,5 +1166,8 @@ kernel void scores(constant AttendArgs& args [[buffer(kScoresArgs)]],
   groups.total = cache.total;
   groups.token = tile * kTile + int(lane);
   groups.last = rows_of_head;
-  key_dots<2, StoreGroups<2>>(cache.key, page, query_codes, args.query_chunks, rows, int(lane), groups);
+  if (cache.key.bits == 4)
+    key_dots<2, 4, StoreGroups<2>>(cache.key, page, query_codes, args.query_chunks, rows, int(lane), groups);
+  else
+    key_dots<2, 8, StoreGroups<2>>(cache.key, page, query_codes, args.query_chunks, rows, int(lane), groups);
 }

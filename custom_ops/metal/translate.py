@@ -24,6 +24,7 @@ from pathlib import Path
 
 from msl_program import Instance, Kernel, Parameter, Program
 from msl_tokens import Token, TranslationError, read
+from msl_words import SWIZZLES, VECTORS
 
 
 def main(arguments: list[str]) -> int:
@@ -255,7 +256,11 @@ def cuda_pass(program: Program, number: int, values: dict[str, int], kernels: li
 
 def cuda_wrapper(kernel: Kernel) -> str:
     """The entry of a kernel: its arguments are the kernel's, positions are filled in."""
-    parameters = ", ".join(f"{plain_type(p)} argument_{p.index}" for p in kernel.arguments)
+    # In the grid's constant memory, a struct may be referred to without copying it to each thread.
+    parameters = ", ".join(
+        f"{'const __grid_constant__ ' + p.pointee if p.reference else plain_type(p)} argument_{p.index}"
+        for p in kernel.arguments
+    )
     bounds = f"__launch_bounds__({kernel.max_threads})" if kernel.max_threads else ""
     body = call(kernel, lambda p: f"argument_{p.index}")
     return (
@@ -266,7 +271,17 @@ def cuda_wrapper(kernel: Kernel) -> str:
 
 
 def lint(program: Program, symbol: str, out: Path) -> str:
-    return joined(program)
+    for i, token in enumerate(program.code):
+        if token.text in SWIZZLES:
+            token.out = token.text  # clang's vectors have them
+        elif token.text in VECTORS and [t.text for t in program.code[i + 1 : i + 3]] not in (["(", "&"], ["(", "*"]):
+            if program.code[i + 1].text == "(":
+                token.out = f"make_{token.text}"
+    for words in program.shared:
+        words[0].out = "static threadgroup"
+    for constant in program.constants:
+        constant.first.before = "extern "
+    return f"#include \"device/lint/metal.h\"\nusing namespace metal;\n{joined(program)}"
 
 
 WRITERS = {"emulated": emulated, "cuda": cuda, "lint": lint}

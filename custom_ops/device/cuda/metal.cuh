@@ -71,6 +71,10 @@ __device__ constexpr mem_flags operator|(mem_flags a, mem_flags b) {
 __device__ inline void threadgroup_barrier(mem_flags) { __syncthreads(); }
 __device__ inline void simdgroup_barrier(mem_flags) { __syncwarp(); }
 
+// What kernels.metal computes with four products where there is no such instruction.
+#define KVFUSE_HAS_DOT4
+__device__ inline int dot4(int a, int b, int sum) { return __dp4a(a, b, sum); }
+
 #define KVFUSE_REDUCTION(name, expression)                                           \
   template <typename T>                                                              \
   __device__ T name(T value) {                                                       \
