@@ -2,36 +2,42 @@
 
     python benchmarks/apple_model.py [--kernels custom_ops/metal/kernels.metal]
 
-Nothing here is measured on an Apple GPU. Bytes follow from the layout (custom_ops/metal/abi.h), operations are read
-off the kernel text (metal_operations.py: an upper bound), rates are published ones (SOURCES). One decode step, one
-query token, head_dim 128, all heads together filling the GPU; time is per query head. Not in it: launches, the merge,
-the window of exact tokens, and how much of its peak a GPU reaches.
+Nothing here is measured on an Apple GPU. Bytes follow from the layout (custom_ops/metal/abi.h), operations
+are read off the kernel text (metal_operations.py: an upper bound), rates are published ones (SOURCES). One
+decode step, one query token, head_dim 128, all heads together filling the GPU; time is per query head. Not in
+it: launches, the merge, the window of exact tokens, and how much of its peak a GPU reaches.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from metal_operations import Counting, Text
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
-KERNELS = Path(__file__).resolve().parents[1] / "custom_ops" / "metal" / "kernels.metal"
+from benchmarks.metal_operations import Counting, Text  # noqa: E402 - found through the line above
+
+KERNELS = ROOT / "custom_ops" / "metal" / "kernels.metal"
 HEAD_DIM, TILE, LANES = 128, 64, 32
+F16_BYTES = 2 * HEAD_DIM * 2  # of one token's key and value
+SHARING = (1, 4)  # query heads of a kv head
 
 SOURCES = (
-    "memory bandwidth and GPU cores: Apple's announcements (M1: 68.25 GB/s, 8; M4: 120 GB/s, 10; M4 Pro: 273 GB/s, 20;"
-    " M4 Max: 546 GB/s, 40)",
-    "clock: M1 from Apple's 2.6 TFLOPS; M4 family 1.47 GHz as hmc-tech.com lists it (another listing there: 1.58 GHz)",
-    "128 lanes a core; one cycle for 32-bit add and multiply-add, 2 to 2.33 for a 32-bit integer multiply; 16-bit"
-    " arithmetic is not faster: github.com/philipturner/metal-benchmarks (measured on M1 and A15)",
+    "memory bandwidth and GPU cores: Apple's announcements (M1: 68.25 GB/s, 8; M4: 120 GB/s, 10; M4 Pro:"
+    " 273 GB/s, 20; M4 Max: 546 GB/s, 40)",
+    "clock: M1 from Apple's 2.6 TFLOPS; M4 family 1.47 GHz as hmc-tech.com lists it (also 1.58 GHz there)",
+    "128 lanes a core; one cycle for 32-bit add and multiply-add, 2 to 2.33 for a 32-bit integer multiply;"
+    " 16-bit arithmetic is not faster: github.com/philipturner/metal-benchmarks (measured on M1 and A15)",
     "assumed, because nobody published them: 8 cycles for exp, 2 for a simd shuffle, 1 for anything else",
 )
 CYCLES = {"multiply": 2.33, "special": 8.0, "shuffle": 2.0}  # others 1
 
-# Microseconds per head on an M4, as published with the request for these kernels; head_dim and the number of heads
+# Microseconds per head on an M4, as quoted in the request for these kernels; head_dim and the number of heads
 # that ran together were not said. T = 512, 2048, 4096.
 PUBLISHED = {"f16": (3.42, 13.77, 27.81), "int4, SIMD": (2.43, 11.12, 22.91)}
 CONTEXTS = (512, 2048, 4096)
@@ -63,7 +69,7 @@ M4 = CHIPS[1]
 
 @dataclass(frozen=True)
 class Format:
-    """How keys and values of low-bit tokens are stored: `bits` a code, `group_size` channels a scale (0: all)."""
+    """How keys and values are stored: `bits` a code, `group_size` channels a scale (0: all)."""
 
     name: str
     bits: int
@@ -72,21 +78,21 @@ class Format:
 
     @property
     def bytes(self) -> float:
-        """Of one token of one kv head: codes and scales of keys and values, and its share of the block's mean."""
+        """Of one token of one kv head: codes and scales of both, and a share of the block's mean."""
         scales = 4 if self.group_size == 0 else 2 * HEAD_DIM // self.group_size
         mean = 2 * HEAD_DIM / 64 if self.centered else 0
         return 2 * (HEAD_DIM * self.bits // 8 + scales) + mean
 
 
 FORMATS = (
-    Format("default preset (4 bits, groups of 32, centred)", 4, 32, centered=True),
+    Format("default preset", 4, 32, centered=True),
     Format("plain 4 bits", 4, 0),
-    Format("8-bit keys and values", 8, 0),
+    Format("plain 8 bits", 8, 0),
 )
 
 
 def operations(text: Text, fmt: Format, queries: int, simd: bool) -> Counter[str]:
-    """Returns the operations of single lanes for one token of one kv head, `queries` query heads sharing it."""
+    """Returns the lane operations for one token of one kv head that `queries` query heads share."""
     grouped = fmt.group_size != 0
     groups = HEAD_DIM // fmt.group_size if grouped else 1
     chunks = HEAD_DIM * fmt.bits // 128  # of 16 bytes, per key
@@ -106,7 +112,7 @@ def operations(text: Text, fmt: Format, queries: int, simd: bool) -> Counter[str
             "cache . centered != 0": fmt.centered,
             "side . group_size == 0": not grouped,
             "first + i < side . chunks": True,
-            # A new maximum is rare after the first tiles; every lane has a quad of channels; nothing special is on.
+            # A new maximum is rare after the first tiles; every lane has channels; nothing special is on.
             "! ( maximum > softmax . maximum [ q ] )": True,
             "quad >= lanes . quads": False,
             "args . softcap > 0.0f": False,
@@ -133,8 +139,8 @@ def cycles(counted: Counter[str]) -> float:
 
 
 def microseconds(chip: Chip, tokens: int, token_bytes: float, token_cycles: float, share: float) -> float:
-    """Returns the larger of the time for memory, at `share` of the peak, and the time for arithmetic at its peak."""
-    return 1e6 * tokens * max(token_bytes / (chip.bandwidth * share), token_cycles / chip.rate)
+    """Returns the longer of the times for memory and for arithmetic, both at `share` of their peaks."""
+    return 1e6 * tokens * max(token_bytes / chip.bandwidth, token_cycles / chip.rate) / share
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -142,91 +148,81 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
 
 
+def heads(queries: int) -> str:
+    """Returns how many query heads share a kv head, in words."""
+    return "1 query head" if queries == 1 else f"{queries} query heads"
+
+
+def operation_table(text: Text) -> str:
+    """Returns operations per token and query head, by kind."""
+    kinds = ("multiply", "multiply-add", "add", "bits", "convert", "compare", "load")
+    rows = []
+    for fmt in FORMATS:
+        for queries in SHARING:
+            for simd in (True, False):
+                counted = operations(text, fmt, queries, simd)
+                numbers = [fmt.bytes, *(counted[kind] for kind in kinds), counted.total(), cycles(counted)]
+                each = [f"{number / queries:.0f}" for number in numbers]
+                rows.append([fmt.name, str(queries), "SIMD" if simd else "scalar", *each])
+    return table(["cache", "heads", "dot", "bytes", *kinds, "all", "cycles"], rows)
+
+
+def published_share() -> float:
+    """Returns the share of an M4's peak bandwidth that the published f16 figures come to, per added token."""
+    microseconds_more = PUBLISHED["f16"][-1] - PUBLISHED["f16"][0]
+    bytes_more = F16_BYTES * (CONTEXTS[-1] - CONTEXTS[0])
+    return bytes_more / (microseconds_more * 1e-6) / M4.bandwidth
+
+
+def time_table(text: Text) -> str:
+    """Returns microseconds per query head on an M4 beside the published ones."""
+    rows = [["published: " + name, *(f"{x:.2f}" for x in values)] for name, values in PUBLISHED.items()]
+    for share in (1.0, published_share()):
+        at = "peak" if share == 1 else f"{share:.0%} of it"
+        rows.append(
+            [f"model, {at}: f16", *(f"{microseconds(M4, t, F16_BYTES, 0, share):.2f}" for t in CONTEXTS)]
+        )
+        for fmt in FORMATS:
+            for queries in SHARING:
+                used = cycles(operations(text, fmt, queries, simd=True)) / queries
+                times = [microseconds(M4, t, fmt.bytes / queries, used, share) for t in CONTEXTS]
+                rows.append(
+                    [f"model, {at}: {fmt.name}, {heads(queries)}", *(f"{time:.2f}" for time in times)]
+                )
+    return table(["M4", *(f"T = {t}" for t in CONTEXTS)], rows)
+
+
+def chip_table(text: Text) -> str:
+    """Returns what bounds the default preset on each GPU."""
+    rows = []
+    for chip in CHIPS:
+        for queries in SHARING:
+            f16 = 1e9 * F16_BYTES / queries / chip.bandwidth
+            memory = 1e9 * FORMATS[0].bytes / queries / chip.bandwidth
+            arithmetic = 1e9 * cycles(operations(text, FORMATS[0], queries, simd=True)) / queries / chip.rate
+            bound = "memory" if memory > arithmetic else "arithmetic"
+            rows.append([chip.name, str(queries), *(f"{x:.3f}" for x in (f16, memory, arithmetic)), bound])
+    return table(["GPU", "heads", "f16, memory", "kvfuse, memory", "kvfuse, arithmetic", "bound by"], rows)
+
+
 def report(source: str) -> str:
     """Returns the model's tables as Markdown."""
     text = Text.read(source)
-    parts = [f"Counted from a kernel text with sha256 {hashlib.sha256(source.encode()).hexdigest()[:12]}."]
-
-    rows = []
-    for fmt in FORMATS:
-        for queries in (1, 4):
-            for simd in (True, False):
-                counted = operations(text, fmt, queries, simd)
-                kinds = ("multiply", "multiply-add", "add", "bits", "convert", "compare", "load")
-                rows.append(
-                    [fmt.name, str(queries), "SIMD" if simd else "scalar", f"{fmt.bytes / queries:.0f}"]
-                    + [f"{counted[kind] / queries:.0f}" for kind in kinds]
-                    + [f"{sum(counted.values()) / queries:.0f}", f"{cycles(counted) / queries:.0f}"]
-                )
-    head = [
-        "cache",
-        "heads sharing it",
-        "dot",
-        "bytes",
-        "mul",
-        "fma",
-        "add",
-        "bits",
-        "convert",
-        "compare",
-        "load",
-    ]
-    parts.append(
-        "Per token and query head, head_dim 128 (operations of single lanes):\n\n"
-        + table([*head, "all", "cycles"], rows)
-    )
-
-    f16_bytes = 2 * HEAD_DIM * 2
-    slope = (PUBLISHED["f16"][2] - PUBLISHED["f16"][0]) / (CONTEXTS[2] - CONTEXTS[0]) * 1e-6
-    share = f16_bytes / slope / M4.bandwidth
-    rows = [
-        ["published: " + name, *(f"{value:.2f}" for value in values)] for name, values in PUBLISHED.items()
-    ]
-    for label, part in (("peak bandwidth", 1.0), (f"{share:.0%} of it", share)):
-        rows.append(
-            [f"model: f16, {label}"] + [f"{microseconds(M4, t, f16_bytes, 0, part):.2f}" for t in CONTEXTS]
+    digest = hashlib.sha256(source.encode()).hexdigest()[:12]
+    return "\n\n".join(
+        (
+            "Operations of single lanes per token and query head, head_dim 128; `heads` query heads share a"
+            f" kv head. Counted from a kernel text with sha256 {digest}….",
+            operation_table(text),
+            f"Microseconds per query head. {published_share():.0%} of the peak bandwidth is what the"
+            " published f16 figures come to, if their head_dim was 128; the second half of the table grants"
+            " the model the same share, of bandwidth and of arithmetic.",
+            time_table(text),
+            "Nanoseconds per token and query head, default preset, at the peaks:",
+            chip_table(text),
+            "Sources:\n\n" + "\n".join(f"- {line}" for line in SOURCES),
         )
-        for fmt in FORMATS[:2]:
-            for queries in (1, 4):
-                used = cycles(operations(text, fmt, queries, simd=True)) / queries
-                name = f"model: kvfuse {fmt.name}, {queries} query head{'s' if queries > 1 else ''} a kv head, {label}"
-                rows.append(
-                    [name] + [f"{microseconds(M4, t, fmt.bytes / queries, used, part):.2f}" for t in CONTEXTS]
-                )
-    parts.append(
-        f"Microseconds per query head on an M4. {share:.0%} of the peak is what the published f16 figures come to, if"
-        " their head_dim was 128:\n\n" + table(["", *(f"T = {t}" for t in CONTEXTS)], rows)
     )
-
-    rows = []
-    for chip in CHIPS:
-        for queries in (1, 4):
-            fmt = FORMATS[0]
-            used = cycles(operations(text, fmt, queries, simd=True)) / queries
-            memory = 1e9 * fmt.bytes / queries / chip.bandwidth
-            arithmetic = 1e9 * used / chip.rate
-            rows.append(
-                [
-                    chip.name,
-                    str(queries),
-                    f"{1e9 * f16_bytes / queries / chip.bandwidth:.3f}",
-                    f"{memory:.3f}",
-                ]
-                + [f"{arithmetic:.3f}", "memory" if memory > arithmetic else "arithmetic"]
-            )
-    head = [
-        "GPU",
-        "heads sharing a kv head",
-        "f16, memory",
-        "kvfuse, memory",
-        "kvfuse, arithmetic",
-        "bound by",
-    ]
-    parts.append(
-        "Nanoseconds per token and query head, default preset, both at their peak:\n\n" + table(head, rows)
-    )
-    parts.append("Sources:\n" + "\n".join(f"- {line}" for line in SOURCES))
-    return "\n\n".join(parts)
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
 """Counts what a function of a Metal text does: the operations of one lane, read off the source.
 
-No compiler: operators, calls and subscripts are counted as they are written, loops as often as they run, and only the
-branch that is taken. What a compiler would share between two expressions is counted twice, so this is an upper bound.
+No compiler: operators, calls and subscripts are counted as they are written, loops as often as they run, and
+of branches the one that is taken. What a compiler would share between two expressions is counted twice, so this
+is an upper bound.
 """
 
 from __future__ import annotations
@@ -77,14 +78,12 @@ class Text:
         macros = re.findall(r"^#define (\w+)(\((\w+)\))? (.+)$", source, re.MULTILINE)
         source = re.sub(r"^\s*#.*$", "", source, flags=re.MULTILINE)
         for name, _, parameter, body in reversed(macros):
-            if parameter:
-                source = re.sub(
-                    rf"\b{name}\((\w+)\)",
-                    lambda use, p=parameter, b=body: re.sub(rf"\b{p}\b", use[1], b),
-                    source,
-                )
-            else:
-                source = re.sub(rf"\b{name}\b", lambda _, b=body: b, source)
+            used = rf"\b{name}\b" + (r"\((\w+)\)" if parameter else "()")
+            parts = re.split(used, source)
+            bodies = [
+                re.sub(rf"\b{parameter}\b", argument, body) if parameter else body for argument in parts[1::2]
+            ]
+            source = "".join(text for pair in zip(parts[::2], [*bodies, ""], strict=True) for text in pair)
         source = re.sub(r'_Pragma\s*\("[^"]*"\)', "", source)
         # Casts and declarations of pointers and references do nothing; template arguments compare nothing.
         source = re.sub(rf"\(\s*{SPACE}\s*\)", "", source)
@@ -138,8 +137,8 @@ class Counting:
 
     Attributes:
         text: the functions.
-        truths: conditions, spelled as in the source with one space between tokens, and whether they hold; those
-            that are not listed are assumed to hold, and to cost their comparisons.
+        truths: conditions, spelled as in the source with one space between tokens, and whether they hold;
+            those that are not listed are assumed to hold, and cost their comparisons.
         trips: how often a loop runs, by its variable; those with two literal bounds need no entry.
         overloads: which definition of a name is meant, when there are several.
     """
@@ -154,7 +153,7 @@ class Counting:
         return self.block(self.text.functions[name][self.overloads.get(name, 0)][1:-1])[0]
 
     def block(self, tokens: list[str]) -> tuple[Counter[str], bool]:
-        """Returns the operations of statements, and whether they end the function (return, continue, break)."""
+        """Returns the operations of statements, and whether they end in return, continue or break."""
         total: Counter[str] = Counter()
         i = 0
         while i < len(tokens):
@@ -165,7 +164,7 @@ class Counting:
         return total, False
 
     def statement(self, tokens: list[str], i: int) -> tuple[Counter[str], int, bool]:
-        """Returns the operations of the statement at `i`, where the next one begins, and whether it is the last."""
+        """Returns the operations of the statement at `i`, the index behind it, and whether it is the last."""
         if tokens[i] == "{":
             end = closing(tokens, i)
             counted, ended = self.block(tokens[i + 1 : end])
@@ -179,7 +178,7 @@ class Counting:
         return self.expression(words), end, words[:1] in (["return"], ["continue"], ["break"])
 
     def branch(self, tokens: list[str], i: int) -> tuple[Counter[str], int, bool]:
-        """Counts one side of an `if`: the one that is taken, or the first and the condition when that is not told."""
+        """Counts one side of an `if`: the one taken, or the first and the condition when that is not told."""
         end = closing(tokens, i + 1)
         condition = tokens[i + 2 : end]
         known = self.truths.get(" ".join(condition))
@@ -196,6 +195,7 @@ class Counting:
         return counted, last, ended
 
     def loop(self, tokens: list[str], i: int) -> tuple[Counter[str], int, bool]:
+        """Counts the body as often as it runs; the loop itself is unrolled, or lost beside its body."""
         end = closing(tokens, i + 1)
         header = " ".join(tokens[i + 2 : end])
         body, after, _ = self.statement(tokens, end + 1)
@@ -213,7 +213,7 @@ class Counting:
         return Counter({kind: count * times for kind, count in body.items()}), after, False
 
     def expression(self, words: list[str]) -> Counter[str]:
-        """Counts operators, calls and loads. Arithmetic of literals and loop variables alone costs nothing."""
+        """Counts operators, calls and loads; arithmetic of literals and loop variables costs nothing."""
         width = next((int(found[1]) for word in words[:3] if (found := WIDTH.match(word))), 1)
         if any(word in {"fma", "weighted4"} for word in words) or words[:2] == ["return", "float4"]:
             width = 1  # spelled out lane by lane
@@ -246,6 +246,7 @@ class Counting:
 
 
 def is_operator(word: str) -> bool:
+    """Whether what follows `word` is an operand."""
     return word in MULTIPLY | ADD | BITS | COMPARE
 
 

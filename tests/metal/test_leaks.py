@@ -25,10 +25,19 @@ model, device, rounds = sys.argv[1:]
 for _ in range(int(rounds)):
     print(list(Generation(open_decoder(model, device=device), list(range(40)), 6)))
 """
-# What the device keeps until the process ends: itself, its pipelines, and the buffers for steps that it reuses.
-KEPT = {"MTLDevice", "MTLCommandQueue", "MTLLibrary", "MTLFunction", "MTLComputePipelineState", "MTLBuffer"}
+# What the device keeps to the end of the process: itself, its pipelines, and buffers for steps.
+KEPT = {
+    "MTLBuffer",
+    "MTLCommandQueue",
+    "MTLComputePipelineState",
+    "MTLDevice",
+    "MTLFunction",
+    "MTLLibrary",
+}
 
-pytestmark = pytest.mark.skipif(not BUILT_OVER_THE_FAKE, reason="needs the fake Metal: run tools/fake_metal.sh")
+pytestmark = pytest.mark.skipif(
+    not BUILT_OVER_THE_FAKE, reason="needs the fake Metal: run tools/fake_metal.sh"
+)
 
 
 def run(model: Path, device: str, rounds: int) -> tuple[str, str]:
