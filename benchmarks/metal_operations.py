@@ -1,8 +1,8 @@
 """Counts what a function of a Metal text does: the operations of one lane, read off the source.
 
 No compiler: operators, calls and subscripts are counted as they are written, loops as often as they run, and
-of branches the one that is taken. What a compiler would share between two expressions is counted twice, so this
-is an upper bound.
+of branches the one that is taken. What a compiler would share between two expressions is counted twice, so
+this is an upper bound.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ build_variant "$build" -DKVFUSE_FAKE_METAL=ON -DKVFUSE_CUDA=OFF -DCMAKE_CXX_FLAG
 
 # Late: command buffers run when somebody waits, so that who reads too early reads old bytes; thread: beside the host.
 export PYTHONPATH=$build/site KVFUSE_TEST_DEVICE=metal
-KVFUSE_FAKE_METAL_SCHEDULE=late "$python" -m pytest -q -p no:cacheprovider ${*:-tests/metal tests/ep}
+KVFUSE_FAKE_METAL_SCHEDULE=late "$python" -m pytest -q -p no:cacheprovider \
+  ${*:-tests/metal tests/ep tests/device_cache/test_codes.py tests/device_cache/test_lifecycle.py}
 KVFUSE_FAKE_METAL_SCHEDULE=thread "$python" -m pytest -q -p no:cacheprovider \
   ${*:-tests/metal/test_leaks.py tests/ep/test_states.py tests/ep/test_tiny_decoder.py}
