@@ -233,7 +233,7 @@ class SdpaKernel {
           Fail(attributes_.where, " expected each sequence in one row of the batch; found sequence ", slot[0],
                " twice");
       rows[b].sequence->CheckLayer(rows[b].run, attributes_.layer, format, rows[b].past + dims.sequence_length,
-                                   dims.sequence_length);
+                                   dims.sequence_length, *device_);
     }
     return rows;
   }
@@ -254,7 +254,7 @@ class SdpaKernel {
       }
       rows[b].sequence = private_[b];
       rows[b].run = private_[b]->run();
-      private_[b]->CheckLayer(rows[b].run, attributes_.layer, format, 0, 0);
+      private_[b]->CheckLayer(rows[b].run, attributes_.layer, format, 0, 0, *device_);
       rows[b].cache = private_[b]->StartLayer(rows[b].run, attributes_.layer, format, *device_);
       rows[b].lock = std::unique_lock<std::mutex>(rows[b].cache->mutex);
       rows[b].past = rows[b].cache->length();

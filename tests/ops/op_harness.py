@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import onnxruntime
+import pytest
 from numpy.typing import NDArray
 from op_graph import Graph, build_model
 from reference import OpConfig, attend, canonical_state
@@ -24,6 +25,8 @@ Array = NDArray[Any]
 # any test here also tests that device.
 DEVICE = os.environ.get("KVFUSE_TEST_DEVICE", "cpu")
 VARIANT = os.environ.get("KVFUSE_TEST_VARIANT")  # of the device's kernels; None: its default
+# Device memory is not the process's: what counts that is of the CPU.
+only_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="counts the memory of the process")
 _tokens = itertools.count()
 
 

@@ -58,7 +58,8 @@ class KVFUSE_EXPORT Sequence {
   // For each layer of that run: CheckLayer throws Error when the layer cannot join the run; StartLayer drops what
   // the run starts without, once, and returns the layer's cache on that device: made there on first use, moved there
   // when it lives on another.
-  void CheckLayer(int64_t run, const std::string& layer, const CacheFormat& format, int64_t total, int64_t count);
+  void CheckLayer(int64_t run, const std::string& layer, const CacheFormat& format, int64_t total, int64_t count,
+                  CacheDevice& device);
   std::shared_ptr<LayerCache> StartLayer(int64_t run, const std::string& layer, const CacheFormat& format,
                                          CacheDevice& device);
   // After a layer's commit, its mutex released: once all layers of the run have come here, they are settled.
@@ -69,7 +70,7 @@ class KVFUSE_EXPORT Sequence {
  private:
   std::vector<LayerCache*> Layers();
   bool Bound(const std::string& fingerprint, const std::vector<std::string>& layers) const;
-  void CheckBytes(const std::string& layer, const CacheFormat& format, int64_t count);
+  void CheckBytes(const std::string& layer, const CacheFormat& format, int64_t count, CacheDevice& device);
   int64_t LengthLocked();
   void TruncateLocked(int64_t length);
 
