@@ -43,8 +43,8 @@ else()
     COMMAND_ERROR_IS_FATAL ANY)
   set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${metal_dir}/fake/gcc_headers.py")
   target_sources(kvfuse_metal PRIVATE
-    "${metal_dir}/fake/foundation.cc" "${metal_dir}/fake/metal_objects.cc" "${metal_dir}/fake/msl_text.cc"
-    "${metal_dir}/fake/objc_runtime.cc")
+    "${metal_dir}/fake/foundation.cc" "${metal_dir}/fake/metal_objects.cc" "${metal_dir}/fake/metal_queue.cc"
+    "${metal_dir}/fake/msl_text.cc" "${metal_dir}/fake/objc_runtime.cc")
   target_include_directories(kvfuse_metal SYSTEM PUBLIC "${metal_headers}" "${metal_dir}/fake/include")
   target_compile_definitions(kvfuse_metal PUBLIC KVFUSE_FAKE_METAL)
   if(CMAKE_SYSTEM_PROCESSOR STREQUAL "aarch64")
