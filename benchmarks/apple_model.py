@@ -1,6 +1,8 @@
 """A paper model of decode attention on Apple GPUs: bytes and operations per token, and the time they allow.
 
-    python benchmarks/apple_model.py [--kernels custom_ops/metal/kernels.metal]
+    python benchmarks/apple_model.py [--kernels custom_ops/metal/kernels.metal] [--update]
+
+--update writes the tables into docs/apple_gpus.md, between its two marks.
 
 Nothing here is measured on an Apple GPU. Bytes follow from the layout (custom_ops/metal/abi.h), operations
 are read off the kernel text (metal_operations.py: an upper bound), rates are published ones (SOURCES). One
@@ -23,6 +25,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.metal_operations import Counting, Text  # noqa: E402 - found through the line above
 
 KERNELS = ROOT / "custom_ops" / "metal" / "kernels.metal"
+DOCUMENT = ROOT / "docs" / "apple_gpus.md"
+MARKS = ("<!-- tables: benchmarks/apple_model.py --update -->", "<!-- end of tables -->")
 HEAD_DIM, TILE, LANES = 128, 64, 32
 F16_BYTES = 2 * HEAD_DIM * 2  # of one token's key and value
 SHARING = (1, 4)  # query heads of a kv head
@@ -225,11 +229,26 @@ def report(source: str) -> str:
     )
 
 
+def update(path: Path, tables: str) -> None:
+    """Puts the tables between the marks of a document."""
+    before, _, rest = path.read_text(encoding="utf-8").partition(MARKS[0])
+    _, found, after = rest.partition(MARKS[1])
+    if not found:
+        raise SystemExit(f"[apple model] expected {' … '.join(MARKS)} in {path}; found none")
+    path.write_text(f"{before}{MARKS[0]}\n\n{tables}\n\n{MARKS[1]}{after}", encoding="utf-8")
+
+
 def main() -> None:
-    """Prints the report."""
+    """Prints the report, or puts it into the documentation."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kernels", type=Path, default=KERNELS, help="the Metal text to count")
-    print(report(parser.parse_args().kernels.read_text(encoding="utf-8")))
+    parser.add_argument("--update", action="store_true", help=f"write the tables into {DOCUMENT.name}")
+    arguments = parser.parse_args()
+    tables = report(arguments.kernels.read_text(encoding="utf-8"))
+    if arguments.update:
+        update(DOCUMENT, tables)
+    else:
+        print(tables)
 
 
 if __name__ == "__main__":
