@@ -27,6 +27,8 @@ from benchmarks.metal_operations import Counting, Text  # noqa: E402 - found thr
 KERNELS = ROOT / "custom_ops" / "metal" / "kernels.metal"
 DOCUMENT = ROOT / "docs" / "apple_gpus.md"
 MARKS = ("<!-- tables: benchmarks/apple_model.py --update -->", "<!-- end of tables -->")
+# The text whose loops and branches `operations` describes: the first digits of its sha256.
+COUNTED = "675f3c490f60"
 HEAD_DIM, TILE, LANES = 128, 64, 32
 F16_BYTES = 2 * HEAD_DIM * 2  # of one token's key and value
 SHARING = (1, 4)  # query heads of a kv head
@@ -209,10 +211,15 @@ def chip_table(text: Text) -> str:
     return table(["GPU", "heads", "f16, memory", "kvfuse, memory", "kvfuse, arithmetic", "bound by"], rows)
 
 
+def digest_of(source: str) -> str:
+    """Returns the first digits of the sha256 of a kernel text."""
+    return hashlib.sha256(source.encode()).hexdigest()[: len(COUNTED)]
+
+
 def report(source: str) -> str:
     """Returns the model's tables as Markdown."""
     text = Text.read(source)
-    digest = hashlib.sha256(source.encode()).hexdigest()[:12]
+    digest = digest_of(source)
     return "\n\n".join(
         (
             "Operations of single lanes per token and query head, head_dim 128; `heads` query heads share a"
@@ -244,7 +251,14 @@ def main() -> None:
     parser.add_argument("--kernels", type=Path, default=KERNELS, help="the Metal text to count")
     parser.add_argument("--update", action="store_true", help=f"write the tables into {DOCUMENT.name}")
     arguments = parser.parse_args()
-    tables = report(arguments.kernels.read_text(encoding="utf-8"))
+    source = arguments.kernels.read_text(encoding="utf-8")
+    if digest_of(source) != COUNTED:
+        print(
+            f"[apple model] expected the kernel text {COUNTED}; found {digest_of(source)}: see that"
+            " `operations` describes its loops and branches, and change COUNTED",
+            file=sys.stderr,
+        )
+    tables = report(source)
     if arguments.update:
         update(DOCUMENT, tables)
     else:
