@@ -31,7 +31,7 @@ esac
 
 PYTHON=$python PATH="$(dirname "$python"):$PATH" tools/get_metal_cpp.sh
 . tools/variant.sh
-build_variant "$build" -DKVFUSE_FAKE_METAL=ON -DCMAKE_CXX_COMPILER="$cxx" \
+build_variant "$build" -DKVFUSE_FAKE_METAL=ON -DKVFUSE_CUDA=OFF -DCMAKE_CXX_COMPILER="$cxx" \
   -DCMAKE_CXX_FLAGS="-O1 -g -fno-omit-frame-pointer $flags"
 
 # First without Python and onnxruntime: leaks of the library show, and so does what runs in a pool of threads.
