@@ -28,7 +28,7 @@ KERNELS = ROOT / "custom_ops" / "metal" / "kernels.metal"
 DOCUMENT = ROOT / "docs" / "apple_gpus.md"
 MARKS = ("<!-- tables: benchmarks/apple_model.py --update -->", "<!-- end of tables -->")
 # The text whose loops and branches `operations` describes: the first digits of its sha256.
-COUNTED = "675f3c490f60"
+COUNTED = "9cf7cd2bd884"
 HEAD_DIM, TILE, LANES = 128, 64, 32
 F16_BYTES = 2 * HEAD_DIM * 2  # of one token's key and value
 SHARING = (1, 4)  # query heads of a kv head
@@ -118,6 +118,7 @@ def operations(text: Text, fmt: Format, queries: int, simd: bool) -> Counter[str
             "cache . centered != 0": fmt.centered,
             "side . group_size == 0": not grouped,
             "first + i < side . chunks": True,
+            "at < steps": True,
             # A new maximum is rare after the first tiles; every lane has channels; nothing special is on.
             "! ( maximum > softmax . maximum [ q ] )": True,
             "quad >= lanes . quads": False,
@@ -128,10 +129,10 @@ def operations(text: Text, fmt: Format, queries: int, simd: bool) -> Counter[str
             "tile": 1,
             "q": queries,
             "g": groups,
-            "first": -(-chunks // 4),
+            "key_dots.first": -(-chunks // 4),  # four at a time
+            "add_values.first": TILE * fmt.bits // 32 // 4,
             "half_index": 1,
             "block": 1,
-            "step": TILE * fmt.bits // 32,
             "i": 4,
         },
     )

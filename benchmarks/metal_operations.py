@@ -139,7 +139,8 @@ class Counting:
         text: the functions.
         truths: conditions, spelled as in the source with one space between tokens, and whether they hold;
             those that are not listed are assumed to hold, and cost their comparisons.
-        trips: how often a loop runs, by its variable; those with two literal bounds need no entry.
+        trips: how often a loop runs, by `function.variable` or its variable alone; those with two literal
+            bounds need no entry.
         overloads: which definition of a name is meant, when there are several.
     """
 
@@ -147,10 +148,14 @@ class Counting:
     truths: dict[str, bool] = field(default_factory=dict)
     trips: dict[str, float] = field(default_factory=dict)
     overloads: dict[str, int] = field(default_factory=dict)
+    inside: str = ""  # the function that is being counted
 
     def function(self, name: str) -> Counter[str]:
         """Returns the operations of one call."""
-        return self.block(self.text.functions[name][self.overloads.get(name, 0)][1:-1])[0]
+        outside, self.inside = self.inside, name
+        counted, _ = self.block(self.text.functions[name][self.overloads.get(name, 0)][1:-1])
+        self.inside = outside
+        return counted
 
     def block(self, tokens: list[str]) -> tuple[Counter[str], bool]:
         """Returns the operations of statements, and whether they end in return, continue or break."""
@@ -202,8 +207,9 @@ class Counting:
         bounds = re.fullmatch(r"int (\w+) = (\d+) ; \w+ < (\d+) ; \+ \+ \w+", header)
         halving = re.fullmatch(r"int (\w+) = (\d+) ; \w+ > 0 ; \w+ /= 2", header)
         variable = header.split()[1]
-        if variable in self.trips:
-            times = self.trips[variable]
+        known = self.trips.get(f"{self.inside}.{variable}", self.trips.get(variable))
+        if known is not None:
+            times = known
         elif bounds:
             times = float(int(bounds[3]) - int(bounds[2]))
         elif halving:
