@@ -11,7 +11,7 @@ BIN = $(VENV)/bin
 MINIMUM_ORT = 1.24.4
 export PYTHON_IN_VENV = $(abspath $(BIN))/python
 
-.PHONY: setup demo test test-minimum check fix goldens bench bench-quick bench-docs sanitize fuzz clean
+.PHONY: setup demo test test-minimum test-metal check fix goldens bench bench-quick bench-docs sanitize fuzz clean
 
 # One stamp per input of the build: sources are only compiled again when one changed.
 NATIVE = $(shell find custom_ops -type f -not -path '*/fuzz/*') pyproject.toml
@@ -27,13 +27,14 @@ $(VENV)/.kvfuse-dependencies: pyproject.toml
 
 $(STAMP): $(VENV)/.kvfuse-dependencies $(NATIVE)
 	tools/get_onnxruntime_headers.sh
+	PYTHON=$(PYTHON_IN_VENV) PATH="$(abspath $(BIN)):$$PATH" tools/get_metal_cpp.sh
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[models]"
 	touch $@
 
 demo: setup
 	$(BIN)/python models/demo.py
 
-test: check test-minimum
+test: check test-minimum test-metal
 	tools/get_emulators.sh
 	$(BIN)/python -m pytest
 
@@ -46,16 +47,20 @@ test-minimum: setup
 	  $(BIN)/python -m pytest -q tests/kernels tests/ops tests/e2e tests/runtime/test_past.py \
 	  tests/passes/test_versions.py
 
+# Device "metal" over a fake of Metal: the host code of the Apple GPU, run here.
+test-metal: setup
+	test "$$(uname)" != Linux || PYTHON=$(PYTHON_IN_VENV) tools/fake_metal.sh
+
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror $$(find custom_ops benchmarks -name '*.cc' -o -name '*.h')
+	$(BIN)/clang-format --dry-run --Werror $$(find custom_ops benchmarks tests/metal -name '*.cc' -o -name '*.h')
 	PYTHON=$(PYTHON_IN_VENV) tools/typecheck.sh
 
 fix: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $$(find custom_ops benchmarks -name '*.cc' -o -name '*.h')
+	$(BIN)/clang-format -i $$(find custom_ops benchmarks tests/metal -name '*.cc' -o -name '*.h')
 
 goldens: setup
 	$(BIN)/python -m pytest -q tests/passes --update-goldens
