@@ -1,8 +1,8 @@
 """What each layer's format does to its attention's output, on the very queries, keys and values of a text.
 
-The rewritten model runs once with every layer exact, and what each op read and gave is kept. Each op then runs alone
-on the same operands with its stored format, with only its keys low-bit, and with only its values low-bit. Layers do
-not see each other's errors, so a layer's figure is its own.
+The rewritten model runs once with every layer exact, and what each op read and gave is kept. Each op then
+runs alone on the same operands with its stored format, with only its keys low-bit, and with only its values
+low-bit (the other side is kept in f16). Layers do not see each other's errors: a figure is the layer's own.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 from onnx import helper
@@ -31,7 +32,7 @@ _FORMAT_FIELDS = tuple(field.name for field in dataclasses.fields(KvFormat))
 
 @dataclasses.dataclass(frozen=True)
 class FusedLayer:
-    """One op of a rewritten model: its key, its stored format, its sizes, and its node."""
+    """One op of a rewritten model: its key, stored format, sizes, the original cache's bits, and its node."""
 
     layer: str
     format: KvFormat
@@ -39,6 +40,7 @@ class FusedLayer:
     kv_num_heads: int
     head_dim: int
     value_head_dim: int
+    original_bits: int
     node: onnx.NodeProto = dataclasses.field(repr=False, compare=False)
 
     @property
@@ -74,9 +76,9 @@ class CapturedLayer:
     axis: int
 
     def output_error(self, chosen: KvFormat) -> float:
-        """Runs the op alone with another format: ||output - exact|| / ||exact|| over the second half of the tokens.
+        """Runs the op alone with another format: ||output - exact|| / ||exact||.
 
-        The first half is left out, since there the exact window and the sinks are much of what a query sees.
+        Over the second half of the tokens; in the first, exact tokens are much of what a query sees.
         """
         session = _one_op(self, chosen)
         gaps, sizes, past = [], [], 0
@@ -137,7 +139,7 @@ def measure_layers(path: str | Path, token_ids: Sequence[int], chunk: int = 256)
 def capture(path: str | Path, token_ids: Sequence[int], chunk: int = 256) -> list[CapturedLayer]:
     """Runs a rewritten model with every layer exact and keeps what its ops read and gave.
 
-    The tokens of all layers are in memory at once, as floats: layers x tokens x (num_heads + kv_num_heads + …).
+    The operands and outputs of all layers and tokens are in memory at once, as floats.
 
     Raises:
         ModelError: the file is no rewritten model that can be run.
@@ -188,7 +190,8 @@ def fused_layers(model: onnx.ModelProto, path: str | Path) -> list[FusedLayer]:
             continue
         chosen = KvFormat(**{name: attributes[name] for name in _FORMAT_FIELDS if name in attributes})
         sizes = (cache.get("num_heads"), cache["kv_num_heads"], cache["head_dim"], cache["value_head_dim"])
-        layers.append(FusedLayer(str(cache["layer"]), chosen, *sizes, node))
+        bits = ir.DataType[str(cache["dtype"]).upper()].bitwidth
+        layers.append(FusedLayer(str(cache["layer"]), chosen, *sizes, int(bits), node))
     if not layers:
         raise ModelError(f"[{path}] expected a model that kvfuse rewrote; found none of its ops")
     return layers
@@ -265,7 +268,10 @@ def _one_op(captured: CapturedLayer, chosen: KvFormat) -> InferenceSession:
         for position, array in operands.items()
     ]
     output = helper.make_tensor_value_info("output", inputs[0].type.tensor_type.elem_type, None)
-    states = [helper.make_tensor("kv_sequence", 7, [1], [0]), helper.make_tensor(PAST_LENGTH_INPUT, 7, [1], [-1])]
+    states = [
+        helper.make_tensor("kv_sequence", 7, [1], [0]),
+        helper.make_tensor(PAST_LENGTH_INPUT, 7, [1], [-1]),
+    ]
     declared = [helper.make_tensor_value_info(state.name, 7, [1]) for state in states]
     graph = helper.make_graph([begin, node], "one_op", [*inputs, *declared], [output], states)
     opsets = [helper.make_opsetid("", 18), helper.make_opsetid(DOMAIN, 1)]

@@ -24,7 +24,7 @@ _ELEMENTS = 1 << 22  # logits handled at once: three f32 temporaries of 16 MiB
 
 @dataclasses.dataclass(frozen=True)
 class TokenScores:
-    """Position by position: `nll` [N] of the token that follows, and against a reference `kl` [N] and `same` [N].
+    """Position by position: `nll` [N] of the token that follows, `kl` [N] and `same` [N].
 
     `kl` is KL(reference || model); `same` tells where both prefer the same token.
     """
@@ -97,7 +97,7 @@ class Scores:
     Attributes:
         positions: N.
         perplexity, perplexity_se: exp of the mean loss, and its standard error.
-        change, change_se: perplexity over the original's, minus 1; the error is that of the paired difference.
+        change, change_se: perplexity over the original's, minus 1; the error is the paired difference's.
         kl, kl_se, kl_p99, kl_max: of KL(original || model).
         top1: the share of positions where both prefer the same token.
     """

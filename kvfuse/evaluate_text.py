@@ -82,7 +82,9 @@ def make_needles(tokenizer: Tokenizer, depths: Sequence[float]) -> list[Needle]:
         OptionError: a depth is not between 0 and 1, or there are more depths than needles.
     """
     if len(depths) > len(_NEEDLES) or not all(0 <= depth <= 1 for depth in depths):
-        raise OptionError(f"[depths] expected up to {len(_NEEDLES)} numbers from 0 to 1; found {list(depths)}")
+        raise OptionError(
+            f"[depths] expected up to {len(_NEEDLES)} numbers from 0 to 1; found {list(depths)}"
+        )
     start = len(tokenizer.encode(""))
 
     def encode(text: str) -> tuple[int, ...]:
@@ -94,7 +96,9 @@ def make_needles(tokenizer: Tokenizer, depths: Sequence[float]) -> list[Needle]:
         question = encode(f"\n\nQuestion: what is the secret number of {name}?\n\nAnswer:{known}")
         # The answer's tokens are those that follow the question when both are read as one text.
         whole = encode(f"\n\nQuestion: what is the secret number of {name}?\n\nAnswer:{known} {number}.")
-        shared = next((i for i, (a, b) in enumerate(zip(question, whole, strict=False)) if a != b), len(question))
+        shared = next(
+            (i for i, (a, b) in enumerate(zip(question, whole, strict=False)) if a != b), len(question)
+        )
         needles.append(Needle(depth, encode(f"{known} {number}."), whole[:shared], whole[shared:]))
     return needles
 

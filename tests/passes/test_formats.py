@@ -25,8 +25,8 @@ def test_int4_is_what_the_op_does_without_attributes():
 @pytest.mark.parametrize(
     ("preset", "bits"),
     [
-        # Per element of a head of 64: bits, and scales of 32 or 16 bits for 64 or 32 channels; a mean key takes
-        # 16 bits for each channel of 64 keys, which is 0.25 of a key's bits and half of that of a token's.
+        # Of a head of 64: bits, and scales of 32 or 16 bits for 64 or 32 channels. A mean key of 16
+        # bits a channel is shared by 64 keys: 0.25 for a key's element, half of that for keys and values.
         ("default", 4 + 16 / 32 + 0.125),
         ("int4", 4 + 32 / 64),
         ("int4-g64", 4 + 16 / 64),
