@@ -8,6 +8,7 @@
 
 #include "file.h"
 #include "kvfuse/error.h"
+#include "kvfuse/page.h"
 #include "kvfuse/sequence.h"
 
 struct KvfuseStatus {

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <iterator>
 
+#include "cpu_layer_cache.h"
 #include "file.h"
 #include "json.h"
 #include "kvfuse/error.h"
@@ -229,7 +230,7 @@ void Sequence::Unfreeze(std::string_view bytes) {
   for (int64_t i = 0; i < count; ++i) {
     const std::string prefix = std::to_string(i) + ".";
     const std::string& name = in.Metadata(prefix + "layer");
-    if (!layers.emplace(name, std::make_shared<LayerCache>(ParseLayer(in, prefix, length))).second)
+    if (!layers.emplace(name, std::make_shared<CpuLayerCache>(ParseLayer(in, prefix, length))).second)
       Fail("[state] expected each layer once; found '", Shown(name), "' twice");
     names.push_back(name);
     tensors += layers.at(name)->format().centered() ? kLayerTensors + 1 : kLayerTensors;
@@ -249,7 +250,7 @@ std::shared_ptr<Sequence> LoadSequence(const std::string& path) {
   return SequenceTable::Global().Unfreeze(ReadFile(path));
 }
 
-LayerCache::LayerCache(const LayerSnapshot& s)
+CpuLayerCache::CpuLayerCache(const LayerSnapshot& s)
     : format_(s.format),
       length_(s.length),
       encoded_end_(s.encoded_end),

@@ -3,12 +3,14 @@
 #include <cstring>
 #include <sstream>
 
+#include "cpu_layer_cache.h"
 #include "kvfuse/error.h"
 #include "kvfuse/half.h"
-#include "kvfuse/sequence.h"
 
 namespace kvfuse {
 namespace {
+
+constexpr int64_t kQueryTile = 16;  // query tokens that share each unpacked row
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -38,7 +40,21 @@ void EncodeRow(const SideFormat& side, bool key, const float* row, const uint16_
   Kernels().store_row(side, key, side_bytes, token, stored.data());
 }
 
+class Cpu final : public CacheDevice {
+  std::shared_ptr<LayerCache> Make(const CacheFormat& format) override {
+    return std::make_shared<CpuLayerCache>(format);
+  }
+  std::shared_ptr<LayerCache> Adopt(const LayerSnapshot& snapshot) override {
+    return std::make_shared<CpuLayerCache>(snapshot);
+  }
+};
+
 }  // namespace
+
+CacheDevice& CpuDevice() {
+  static Cpu device;
+  return device;
+}
 
 std::string CacheFormat::Describe() const {
   std::ostringstream text;
@@ -50,13 +66,13 @@ std::string CacheFormat::Describe() const {
   return text.str();
 }
 
-int64_t LayerCache::nbytes() const {
+int64_t CpuLayerCache::nbytes() const {
   int64_t bytes = pages_.nbytes() + means_.nbytes() + exact_keys_.nbytes() + exact_values_.nbytes();
   for (const Page* sink : {&sink_key_, &sink_value_}) bytes += *sink ? sink->size() : 0;
   return bytes;
 }
 
-int64_t LayerCache::GrowthBytes(int64_t count) const {
+int64_t CpuLayerCache::GrowthBytes(int64_t count) const {
   const auto added = [](const PageRun& run, int64_t from, int64_t end) {
     return std::max<int64_t>(0, end - std::max(from, run.end()));
   };
@@ -73,8 +89,8 @@ int64_t LayerCache::GrowthBytes(int64_t count) const {
   return bytes + sinks * format_.kv_num_heads * (format_.key.dim + format_.value.dim) * 4;
 }
 
-std::shared_ptr<LayerCache> LayerCache::Fork() const {
-  auto fork = std::make_shared<LayerCache>(format_);
+std::shared_ptr<LayerCache> CpuLayerCache::Fork() const {
+  auto fork = std::make_shared<CpuLayerCache>(format_);
   fork->length_ = length_;
   fork->encoded_end_ = encoded_end_;
   fork->pages_begin_ = pages_begin_;
@@ -91,13 +107,13 @@ std::shared_ptr<LayerCache> LayerCache::Fork() const {
 }
 
 // Exact rows that a later query, or a block still to be encoded, may need; plus the slack.
-int64_t LayerCache::KeepExactFrom(int64_t length) const {
+int64_t CpuLayerCache::KeepExactFrom(int64_t length) const {
   if (!format_.has_exact_window()) return length;
   const int64_t from = std::max<int64_t>(0, format_.WindowBegin(length) - kRollbackSlack);
   return from / kExactPageTokens * kExactPageTokens;
 }
 
-void LayerCache::Prepare(int64_t past, int64_t count, const Rows& key, const Rows& value) {
+void CpuLayerCache::Prepare(int64_t past, int64_t count, const Rows& key, const Rows& value) {
   chunk_ = {past, past + count, key, value, 0, 0};
   const int64_t encoded = std::min(encoded_end_, past);
   chunk_.encode_from = encoded;
@@ -114,7 +130,7 @@ void LayerCache::Prepare(int64_t past, int64_t count, const Rows& key, const Row
 }
 
 // The sinks grow token by token until all are there; each time into new pages, which a fork does not share.
-void LayerCache::StoreSinks() {
+void CpuLayerCache::StoreSinks() {
   const int64_t end = std::min(format_.n_sink, chunk_.total);
   if (chunk_.past >= end) return;
   for (const bool key : {true, false}) {
@@ -130,7 +146,7 @@ void LayerCache::StoreSinks() {
   }
 }
 
-void LayerCache::StoreExact(int64_t from) {
+void CpuLayerCache::StoreExact(int64_t from) {
   for (const bool key : {true, false}) {
     const int64_t row_bytes = (key ? format_.key.dim : format_.value.dim) * 4;
     uint8_t* page = nullptr;
@@ -144,31 +160,31 @@ void LayerCache::StoreExact(int64_t from) {
   }
 }
 
-void LayerCache::RefreshPointers() {
+void CpuLayerCache::RefreshPointers() {
   pages_.FillPointers(page_pointers_);
   means_.FillPointers(mean_pointers_);
   exact_keys_.FillPointers(exact_key_pointers_);
   exact_values_.FillPointers(exact_value_pointers_);
 }
 
-const float* LayerCache::ExactRow(bool key, int head, int64_t position) const {
+const float* CpuLayerCache::ExactRow(bool key, int head, int64_t position) const {
   const Page& page = (key ? exact_keys_ : exact_values_)[position / kExactPageTokens];
   const int64_t row = int64_t{head} * kExactPageTokens + position % kExactPageTokens;
   return Floats(page) + row * (key ? format_.key.dim : format_.value.dim);
 }
 
-const float* LayerCache::SinkRow(bool key, int head, int64_t position) const {
+const float* CpuLayerCache::SinkRow(bool key, int head, int64_t position) const {
   const int64_t row = position * format_.kv_num_heads + head;
   return Floats(key ? sink_key_ : sink_value_) + row * (key ? format_.key.dim : format_.value.dim);
 }
 
 // An f32 row of this chunk or of the exact pages; null where the floats are gone.
-const float* LayerCache::FloatRow(bool key, int head, int64_t position) const {
+const float* CpuLayerCache::FloatRow(bool key, int head, int64_t position) const {
   if (position >= chunk_.past) return (key ? chunk_.key : chunk_.value).at(head, position - chunk_.past);
   return position < exact_begin_ ? nullptr : ExactRow(key, head, position);
 }
 
-void LayerCache::EncodeHead(int head) {
+void CpuLayerCache::EncodeHead(int head) {
   int64_t block_of_mean = -1;
   std::vector<const float*> rows;
   for (int64_t j = chunk_.encode_from; j < chunk_.encode_to; ++j) {
@@ -193,7 +209,22 @@ void LayerCache::EncodeHead(int head) {
   }
 }
 
-CacheView LayerCache::View() const {
+std::vector<Phase> CpuLayerCache::Step(const StepArgs& step) {
+  const int64_t tiles = (step.sequence_length + kQueryTile - 1) / kQueryTile;
+  const auto attend = [this, step, tiles](size_t piece) {
+    AttendArgs args;
+    args.step = step;
+    args.cache = View();
+    args.kv_head = static_cast<int>(piece / tiles);
+    args.query_begin = piece % tiles * kQueryTile;
+    args.query_end = std::min(step.sequence_length, args.query_begin + kQueryTile);
+    Kernels().attend(args);
+  };
+  return {{static_cast<size_t>(format_.kv_num_heads), [this](size_t head) { EncodeHead(static_cast<int>(head)); }},
+          {static_cast<size_t>(format_.kv_num_heads * tiles), attend}};
+}
+
+CacheView CpuLayerCache::View() const {
   CacheView view;
   view.format = &format_;
   view.pages = page_pointers_.data();
@@ -213,7 +244,7 @@ CacheView LayerCache::View() const {
   return view;
 }
 
-void LayerCache::Commit() {
+void CpuLayerCache::Commit() {
   undo_begin_ = exact_begin_;
   undo_end_ = chunk_.past;
   length_ = chunk_.total;
@@ -222,7 +253,7 @@ void LayerCache::Commit() {
   chunk_ = {};
 }
 
-void LayerCache::Settle() {
+void CpuLayerCache::Settle() {
   undo_end_ = -1;
   exact_keys_.FreeBefore(exact_begin_ / kExactPageTokens);
   exact_values_.FreeBefore(exact_begin_ / kExactPageTokens);
@@ -233,13 +264,13 @@ void LayerCache::Settle() {
   means_.FreeBefore(pages_begin_ / format_.block);
 }
 
-void LayerCache::CheckTruncate(int64_t length) const {
+void CpuLayerCache::CheckTruncate(int64_t length) const {
   if (length > 0 && length < length_ && length - format_.window_left < pages_begin_ && pages_begin_ > 0)
     Fail("[truncate] expected a length of 0 or at least ", pages_begin_ + format_.window_left,
          ", since the sliding window has freed older tokens; found ", length);
 }
 
-void LayerCache::Truncate(int64_t length) {
+void CpuLayerCache::Truncate(int64_t length) {
   if (length >= length_) return;
   CheckTruncate(length);
   length_ = length;

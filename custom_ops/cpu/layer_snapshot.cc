@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "kvfuse/sequence.h"
+#include "cpu_layer_cache.h"
 #include "reference.h"
 
 namespace kvfuse {
@@ -40,7 +40,7 @@ void Decode(const SideFormat& side, const uint8_t* row, const uint16_t* mean, fl
 }  // namespace
 
 // The canonical bytes of one row: codes, then scales.
-std::vector<uint8_t> LayerCache::StoredRow(bool key, int head, int64_t position) const {
+std::vector<uint8_t> CpuLayerCache::StoredRow(bool key, int head, int64_t position) const {
   const SideFormat& side = key ? format_.key : format_.value;
   std::vector<uint8_t> row(side.row_bytes());
   Kernels().load_row(side, key, pages_[position / kPageTokens].data() + format_.side_offset(key, head),
@@ -48,7 +48,7 @@ std::vector<uint8_t> LayerCache::StoredRow(bool key, int head, int64_t position)
   return row;
 }
 
-void LayerCache::ReadRow(bool key, int head, int64_t position, float* out) const {
+void CpuLayerCache::ReadRow(bool key, int head, int64_t position, float* out) const {
   const SideFormat& side = key ? format_.key : format_.value;
   if (position < format_.n_sink || position >= exact_begin_) {
     const float* row = position < format_.n_sink ? SinkRow(key, head, position) : ExactRow(key, head, position);
@@ -63,7 +63,7 @@ void LayerCache::ReadRow(bool key, int head, int64_t position, float* out) const
   }
 }
 
-LayerSnapshot LayerCache::Snapshot(bool canonical) const {
+LayerSnapshot CpuLayerCache::Snapshot(bool canonical) const {
   LayerSnapshot shot;
   shot.format = format_;
   shot.length = length_;

@@ -111,18 +111,19 @@ inline Query MakeQuery(const AttendArgs& args, int head, int64_t token) {
   const CacheView& cache = args.cache;
   const CacheFormat& format = *cache.format;
   Query query;
-  query.exact = args.query.at(head, token);
+  query.exact = args.step.query.at(head, token);
   query.position = cache.past + token;
   query.begin = format.window_left < 0 ? 0 : std::max<int64_t>(0, query.position - format.window_left);
-  query.end = args.causal ? query.position + 1 : cache.total;
+  query.end = args.step.causal ? query.position + 1 : cache.total;
   query.exact_from = std::max(cache.exact_begin, format.ExactFrom(query.position));
-  query.bias =
-      args.bias == nullptr ? nullptr : args.bias + head * args.bias_head_stride + token * args.bias_query_stride;
+  query.bias = args.step.bias == nullptr
+                   ? nullptr
+                   : args.step.bias + head * args.step.bias_head_stride + token * args.step.bias_query_stride;
   query.Quantize(format.key);
   query.rotated_sum.assign(format.value.dim, 0.0f);
   query.exact_sum.assign(format.value.dim, 0.0f);
-  if (args.head_sink != nullptr && args.head_sink[head] != kNegativeInfinity) {
-    query.maximum = args.head_sink[head];
+  if (args.step.head_sink != nullptr && args.step.head_sink[head] != kNegativeInfinity) {
+    query.maximum = args.step.head_sink[head];
     query.sum = 1.0f;
   }
   return query;
@@ -130,7 +131,7 @@ inline Query MakeQuery(const AttendArgs& args, int head, int64_t token) {
 
 // The queries of this piece of work: token by token, the heads of the kv head in order.
 inline std::vector<Query> MakeQueries(const AttendArgs& args) {
-  const int group = args.num_heads / args.cache.format->kv_num_heads;
+  const int group = args.step.num_heads / args.cache.format->kv_num_heads;
   std::vector<Query> queries;
   for (int64_t token = args.query_begin; token < args.query_end; ++token)
     for (int head = args.kv_head * group; head < (args.kv_head + 1) * group; ++head)
@@ -151,12 +152,12 @@ inline const float* ExactRow(const CacheView& cache, bool key, int head, int64_t
 // output = (rotated sum, rotated back, + exact sum) / sum; a query that sees nothing gives zeros.
 inline void WriteOutputs(const AttendArgs& args, std::vector<Query>& queries) {
   const SideFormat& side = args.cache.format->value;
-  const int group = args.num_heads / args.cache.format->kv_num_heads;
+  const int group = args.step.num_heads / args.cache.format->kv_num_heads;
   for (size_t i = 0; i < queries.size(); ++i) {
     Query& query = queries[i];
     const int64_t token = args.query_begin + static_cast<int64_t>(i) / group;
     const int head = args.kv_head * group + static_cast<int>(i) % group;
-    float* output = args.output + head * args.output_head_stride + token * args.output_token_stride;
+    float* output = args.step.output + head * args.step.output_head_stride + token * args.step.output_token_stride;
     if (side.rotated()) reference::Rotate(query.rotated_sum.data(), side.dim);
     for (int c = 0; c < side.dim; ++c)
       output[c] = query.sum == 0.0f ? 0.0f : (query.rotated_sum[c] + query.exact_sum[c]) / query.sum;

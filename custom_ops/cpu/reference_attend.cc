@@ -24,14 +24,14 @@ void Attend(const AttendArgs& args) {
 
   LowBitRow low_key, low_value;
   for (int64_t j = begin; j < end; ++j) {
-    if (args.padding != nullptr && args.padding[j] == 0) continue;
+    if (args.step.padding != nullptr && args.step.padding[j] == 0) continue;
     bool unpacked = false;
     for (Query& query : queries) {
       if (j < query.begin || j >= query.end) continue;
       const bool exact = j < format.n_sink || j >= query.exact_from;
       float score;
       if (exact) {
-        score = args.scale * Dot(query.exact, ExactRow(cache, true, args.kv_head, j), format.key.dim);
+        score = args.step.scale * Dot(query.exact, ExactRow(cache, true, args.kv_head, j), format.key.dim);
       } else {
         if (!unpacked) {
           const uint8_t* page = cache.pages[j / kPageTokens - cache.page_begin];
@@ -41,11 +41,11 @@ void Attend(const AttendArgs& args) {
                          page + format.side_offset(false, args.kv_head) + token * format.value.row_bytes());
           unpacked = true;
         }
-        score = args.scale * LowBitScore(format.key, query, low_key);
-        if (format.centered()) score += args.scale * query.MeanScore(cache, args.kv_head, j);
+        score = args.step.scale * LowBitScore(format.key, query, low_key);
+        if (format.centered()) score += args.step.scale * query.MeanScore(cache, args.kv_head, j);
       }
-      if (args.softcap > 0.0f) score = args.softcap * std::tanh(score / args.softcap);
-      if (query.bias != nullptr) score += query.bias[j * args.bias_key_stride];
+      if (args.step.softcap > 0.0f) score = args.step.softcap * std::tanh(score / args.step.softcap);
+      if (query.bias != nullptr) score += query.bias[j * args.step.bias_key_stride];
       if (score == kNegativeInfinity) continue;
       if (exact)
         Add(query, score, ExactRow(cache, false, args.kv_head, j), query.exact_sum);

@@ -151,7 +151,7 @@ void Sequence::CheckLayer(int64_t run, const std::string& layer, const CacheForm
 }
 
 void Sequence::CheckBytes(const std::string& layer, const CacheFormat& format, int64_t count) {
-  int64_t bytes = layers_.count(layer) == 0 ? LayerCache(format).GrowthBytes(count) : 0;
+  int64_t bytes = layers_.count(layer) == 0 ? CpuDevice().Make(format)->GrowthBytes(count) : 0;
   for (auto& [name, cache] : layers_) {
     std::lock_guard<std::mutex> layer_lock(cache->mutex);
     bytes += cache->nbytes() + (name == layer ? cache->GrowthBytes(count) : 0);
@@ -161,7 +161,8 @@ void Sequence::CheckBytes(const std::string& layer, const CacheFormat& format, i
                bytes);
 }
 
-std::shared_ptr<LayerCache> Sequence::StartLayer(int64_t run, const std::string& layer, const CacheFormat& format) {
+std::shared_ptr<LayerCache> Sequence::StartLayer(int64_t run, const std::string& layer, const CacheFormat& format,
+                                                 CacheDevice& device) {
   std::lock_guard<std::mutex> lock(mutex_);
   CheckRun(run, layer);
   if (pending_) {
@@ -175,7 +176,8 @@ std::shared_ptr<LayerCache> Sequence::StartLayer(int64_t run, const std::string&
     finished_layers_ = 0;
   }
   std::shared_ptr<LayerCache>& cache = layers_[layer];
-  if (cache == nullptr || !(cache->format() == format)) cache = std::make_shared<LayerCache>(format);
+  if (cache == nullptr || !(cache->format() == format)) cache = device.Make(format);
+  if (&cache->device() != &device) cache = device.Adopt(cache->Snapshot());
   return cache;
 }
 

@@ -55,7 +55,7 @@ class TileAttention {
       if (j == low_begin) j = low_end;
       if (j >= end) break;
       out.score[j - tile] =
-          args_.scale * Isa::Dot(query.exact, ExactRow(cache_, true, args_.kv_head, j), format_.key.dim);
+          args_.step.scale * Isa::Dot(query.exact, ExactRow(cache_, true, args_.kv_head, j), format_.key.dim);
     }
     Adjust(query, out, tile, begin, end);
     float maximum = kNegativeInfinity;
@@ -76,28 +76,28 @@ class TileAttention {
       alignas(64) float low[kPageTokens];
       Isa::KeyScores(format_.key, side, query.codes.data(), static_cast<int>(begin - tile),
                      static_cast<int>(end - tile), low);
-      for (int64_t j = begin; j < end; ++j) out.score[j - tile] = args_.scale * (query.scale * low[j - tile]);
+      for (int64_t j = begin; j < end; ++j) out.score[j - tile] = args_.step.scale * (query.scale * low[j - tile]);
     } else {
       for (int64_t j = begin; j < end; ++j) {
         low_row_.Read(format_.key, side + (j - tile) * format_.key.row_bytes());
-        out.score[j - tile] = args_.scale * LowBitScore(format_.key, query, low_row_);
+        out.score[j - tile] = args_.step.scale * LowBitScore(format_.key, query, low_row_);
       }
     }
     if (format_.centered())
       for (int64_t j = begin; j < end; ++j)
-        out.score[j - tile] += args_.scale * query.MeanScore(cache_, args_.kv_head, j);
+        out.score[j - tile] += args_.step.scale * query.MeanScore(cache_, args_.kv_head, j);
     out.low_begin = static_cast<int>(begin - tile);
     out.low_end = static_cast<int>(end - tile);
   }
 
   // Soft cap, bias, padding: in this order.
   void Adjust(const Query& query, TileScores& out, int64_t tile, int64_t begin, int64_t end) const {
-    for (int64_t j = begin; args_.softcap > 0.0f && j < end; ++j)
-      out.score[j - tile] = args_.softcap * std::tanh(out.score[j - tile] / args_.softcap);
+    for (int64_t j = begin; args_.step.softcap > 0.0f && j < end; ++j)
+      out.score[j - tile] = args_.step.softcap * std::tanh(out.score[j - tile] / args_.step.softcap);
     for (int64_t j = begin; query.bias != nullptr && j < end; ++j)
-      out.score[j - tile] += query.bias[j * args_.bias_key_stride];
-    for (int64_t j = begin; args_.padding != nullptr && j < end; ++j)
-      if (args_.padding[j] == 0) out.score[j - tile] = kNegativeInfinity;
+      out.score[j - tile] += query.bias[j * args_.step.bias_key_stride];
+    for (int64_t j = begin; args_.step.padding != nullptr && j < end; ++j)
+      if (args_.step.padding[j] == 0) out.score[j - tile] = kNegativeInfinity;
   }
 
   // Adds the tile's values under their weights; a row is unpacked once for all queries.

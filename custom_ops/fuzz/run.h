@@ -20,15 +20,15 @@ struct Layer {
 // Attends over at most this many tokens: a hostile state may claim a trillion that a window has freed.
 constexpr int64_t kMostAttended = 4096;
 
-// Runs body(head) for each head, in as many threads when `threads` says so.
+// Runs body(piece) for each piece, in as many threads when `threads` says so.
 template <typename Body>
-void ForHeads(int heads, bool threads, Body body) {
+void ForPieces(size_t pieces, bool threads, Body body) {
   std::vector<std::thread> helpers;
-  for (int head = 0; head < heads; ++head) {
+  for (size_t piece = 0; piece < pieces; ++piece) {
     if (threads)
-      helpers.emplace_back(body, head);
+      helpers.emplace_back(body, piece);
     else
-      body(head);
+      body(piece);
   }
   for (std::thread& helper : helpers) helper.join();
 }
@@ -47,7 +47,7 @@ inline std::vector<float> Run(kvfuse::Sequence& sequence, const std::string& fin
     const kvfuse::CacheFormat& format = layer.format;
     const int heads = format.kv_num_heads;
     sequence.CheckLayer(run, layer.name, format, start + count, count);
-    const auto cache = sequence.StartLayer(run, layer.name, format);
+    const auto cache = sequence.StartLayer(run, layer.name, format, kvfuse::CpuDevice());
     {
       std::lock_guard<std::mutex> lock(cache->mutex);
       sequence.CheckRun(run, layer.name);
@@ -55,21 +55,19 @@ inline std::vector<float> Run(kvfuse::Sequence& sequence, const std::string& fin
       for (size_t i = 0; i < rows.size(); ++i) rows[i] = value * static_cast<float>(i * 7 % 11);
       const kvfuse::Rows key{rows.data(), count * format.key.dim, format.key.dim};
       cache->Prepare(start, count, key, {rows.data(), count * format.value.dim, format.value.dim});
-      ForHeads(heads, threads, [&](int head) { cache->EncodeHead(head); });
       output.assign(heads * count * format.value.dim, 0.0f);
-      ForHeads(start < kMostAttended ? heads : 0, threads, [&](int head) {
-        kvfuse::AttendArgs args;
-        args.cache = cache->View();
-        args.query = key;
-        args.output = output.data();
-        args.output_head_stride = count * format.value.dim;
-        args.output_token_stride = format.value.dim;
-        args.num_heads = heads;
-        args.causal = true;
-        args.kv_head = head;
-        args.query_end = count;
-        kvfuse::Kernels().attend(args);
-      });
+      kvfuse::StepArgs step;
+      step.query = key;
+      step.output = output.data();
+      step.output_head_stride = count * format.value.dim;
+      step.output_token_stride = format.value.dim;
+      step.num_heads = heads;
+      step.sequence_length = count;
+      step.causal = true;
+      std::vector<kvfuse::Phase> phases = cache->Step(step);
+      if (start >= kMostAttended) phases.resize(1);  // it only writes the rows
+      for (const kvfuse::Phase& phase : phases)
+        ForPieces(phase.pieces, threads, [&](size_t piece) { phase.run(piece); });
       cache->Commit();
     }
     sequence.FinishLayer(run);

@@ -8,14 +8,11 @@
 #include "api.h"
 #include "kvfuse/error.h"
 #include "kvfuse/half.h"
-#include "kvfuse/kernels.h"
 #include "kvfuse/sequence.h"
 #include "sdpa_attributes.h"
 
 namespace kvfuse {
 namespace {
-
-constexpr int64_t kQueryTile = 16;  // query tokens that share each unpacked row
 
 enum InputIndex : size_t { kQuery, kKey, kValue, kSlots, kPadding, kBias, kHeadSink, kInputCount };
 
@@ -168,16 +165,17 @@ class SdpaKernel {
     const bool half = inputs[kQuery].type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
     std::vector<float> wide(half ? output.size() : 0);
 
-    AttendArgs args;
-    args.output = half ? wide.data() : output.data<float>();
-    args.num_heads = static_cast<int>(dims.num_heads);
-    args.scale = attributes_.scale.value_or(1.0f / std::sqrt(static_cast<float>(dims.head_dim)));
-    args.softcap = attributes_.softcap;
-    args.causal = attributes_.causal;
-    args.head_sink = head_sink.data;
+    StepArgs step;
+    step.output = half ? wide.data() : output.data<float>();
+    step.num_heads = static_cast<int>(dims.num_heads);
+    step.sequence_length = dims.sequence_length;
+    step.scale = attributes_.scale.value_or(1.0f / std::sqrt(static_cast<float>(dims.head_dim)));
+    step.softcap = attributes_.softcap;
+    step.causal = attributes_.causal;
+    step.head_sink = head_sink.data;
 
-    Append(context, rows, key.data, value.data, dims);
-    Attend(context, rows, args, query.data, bias, padding, dims);
+    Prepare(rows, key.data, value.data, dims);
+    Run(context, rows, step, query.data, bias, padding, dims);
     if (half)  // a quantized value may pass the largest half, which its original did not
       for (size_t i = 0; i < wide.size(); ++i) output.data<uint16_t>()[i] = FloatToHalfSaturated(wide[i]);
     for (Row& row : rows) row.cache->Commit();
@@ -244,7 +242,7 @@ class SdpaKernel {
       if (private_[b] == nullptr) private_[b] = std::make_shared<Sequence>(0);
       private_[b]->CheckLayer(0, attributes_.layer, format, 0, 0);
       rows[b].sequence = private_[b];
-      rows[b].cache = private_[b]->StartLayer(0, attributes_.layer, format);
+      rows[b].cache = private_[b]->StartLayer(0, attributes_.layer, format, CpuDevice());
       rows[b].lock = std::unique_lock<std::mutex>(rows[b].cache->mutex);
       rows[b].past = rows[b].cache->length();
     }
@@ -252,7 +250,7 @@ class SdpaKernel {
   }
 
   void StartRows(std::vector<Row>& rows, const CacheFormat& format) const {
-    for (Row& row : rows) row.cache = row.sequence->StartLayer(row.run, attributes_.layer, format);
+    for (Row& row : rows) row.cache = row.sequence->StartLayer(row.run, attributes_.layer, format, CpuDevice());
     // Locked in the order of handles, so that two batches with the same sequences cannot wait for each other.
     std::vector<Row*> order;
     for (Row& row : rows) order.push_back(&row);
@@ -267,41 +265,41 @@ class SdpaKernel {
     }
   }
 
-  void Append(OrtKernelContext* context, std::vector<Row>& rows, const float* key, const float* value,
-              const Dims& d) const {
+  void Prepare(std::vector<Row>& rows, const float* key, const float* value, const Dims& d) const {
     const Strides ks(attributes_.axis, d.kv_num_heads, d.sequence_length, d.head_dim);
     const Strides vs(attributes_.axis, d.kv_num_heads, d.sequence_length, d.value_head_dim);
     for (int64_t b = 0; b < d.batch; ++b)
       rows[b].cache->Prepare(rows[b].past, d.sequence_length, {key + b * ks.batch, ks.head, ks.token},
                              {value + b * vs.batch, vs.head, vs.token});
-    ParallelFor(context, d.batch * d.kv_num_heads, [&](size_t task) {
-      rows[task / d.kv_num_heads].cache->EncodeHead(static_cast<int>(task % d.kv_num_heads));
-    });
   }
 
-  void Attend(OrtKernelContext* context, const std::vector<Row>& rows, const AttendArgs& shared, const float* query,
-              const Bias& bias, const Padding& padding, const Dims& d) const {
+  // The same phase of all rows at once.
+  void Run(OrtKernelContext* context, const std::vector<Row>& rows, const StepArgs& shared, const float* query,
+           const Bias& bias, const Padding& padding, const Dims& d) const {
     const Strides qs(attributes_.axis, d.num_heads, d.sequence_length, d.head_dim);
     const Strides os(attributes_.axis, d.num_heads, d.sequence_length, d.value_head_dim);
-    const int64_t tiles = (d.sequence_length + kQueryTile - 1) / kQueryTile;
-    ParallelFor(context, d.batch * d.kv_num_heads * tiles, [&](size_t task) {
-      const int64_t tile = task % tiles, head = task / tiles % d.kv_num_heads, b = task / tiles / d.kv_num_heads;
-      AttendArgs args = shared;
-      args.cache = rows[b].cache->View();
-      args.query = {query + b * qs.batch, qs.head, qs.token};
-      args.output += b * os.batch;
-      args.output_head_stride = os.head;
-      args.output_token_stride = os.token;
-      args.padding = padding.row(b);
-      if (bias.data != nullptr) args.bias = bias.data + b * bias.batch;
-      args.bias_head_stride = bias.head;
-      args.bias_query_stride = bias.query;
-      args.bias_key_stride = bias.key;
-      args.kv_head = static_cast<int>(head);
-      args.query_begin = tile * kQueryTile;
-      args.query_end = std::min(d.sequence_length, args.query_begin + kQueryTile);
-      Kernels().attend(args);
-    });
+    std::vector<std::vector<Phase>> work;
+    for (int64_t b = 0; b < d.batch; ++b) {
+      StepArgs step = shared;
+      step.query = {query + b * qs.batch, qs.head, qs.token};
+      step.output += b * os.batch;
+      step.output_head_stride = os.head;
+      step.output_token_stride = os.token;
+      step.padding = padding.row(b);
+      if (bias.data != nullptr) step.bias = bias.data + b * bias.batch;
+      step.bias_head_stride = bias.head;
+      step.bias_query_stride = bias.query;
+      step.bias_key_stride = bias.key;
+      work.push_back(rows[b].cache->Step(step));
+    }
+    size_t phases = 0;
+    for (const auto& row : work) phases = std::max(phases, row.size());
+    for (size_t phase = 0; phase < phases; ++phase) {
+      std::vector<std::pair<size_t, size_t>> pieces;  // row, piece
+      for (size_t b = 0; b < work.size(); ++b)
+        for (size_t i = 0; phase < work[b].size() && i < work[b][phase].pieces; ++i) pieces.emplace_back(b, i);
+      ParallelFor(context, pieces.size(), [&](size_t i) { work[pieces[i].first][phase].run(pieces[i].second); });
+    }
   }
 
   const SdpaAttributes attributes_;

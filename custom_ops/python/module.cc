@@ -6,6 +6,7 @@
 #include "kvfuse/error.h"
 #include "kvfuse/half.h"
 #include "kvfuse/kernels.h"
+#include "kvfuse/page.h"
 #include "kvfuse/registration.h"
 #include "kvfuse/sequence.h"
 

@@ -11,15 +11,9 @@
 
 #include "kvfuse/export.h"
 #include "kvfuse/format.h"
+#include "kvfuse/layer_cache.h"
 
 namespace kvfuse {
-
-// f32 rows [heads][tokens][dim] of one batch row, any order of heads and tokens in memory.
-struct Rows {
-  const float* data = nullptr;
-  ptrdiff_t head_stride = 0, token_stride = 0;
-  const float* at(int64_t head, int64_t token) const { return data + head * head_stride + token * token_stride; }
-};
 
 // What attention reads of one layer of one sequence while a chunk is being added.
 struct CacheView {
@@ -37,19 +31,10 @@ struct CacheView {
   Rows key, value;                                  // the chunk: positions past .. total - 1, token index 0 first
 };
 
+// A part of a step: all query heads of one kv head, query tokens [query_begin, query_end).
 struct AttendArgs {
+  StepArgs step;
   CacheView cache;
-  Rows query;  // head 0 .. num_heads - 1, token 0 .. sequence_length - 1 at positions past + token
-  float* output = nullptr;
-  ptrdiff_t output_head_stride = 0, output_token_stride = 0;
-  int num_heads = 0;
-  float scale = 1.0f, softcap = 0.0f;
-  bool causal = false;
-  const uint8_t* padding = nullptr;  // [total], 0 = not attended; null: all attended
-  const float* bias = nullptr;       // null: none
-  ptrdiff_t bias_head_stride = 0, bias_query_stride = 0, bias_key_stride = 0;
-  const float* head_sink = nullptr;  // [num_heads], null: none
-  // The part of the work: all query heads of one kv head, query tokens [query_begin, query_end).
   int kv_head = 0;
   int64_t query_begin = 0, query_end = 0;
 };

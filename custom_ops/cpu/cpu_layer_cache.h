@@ -1,0 +1,78 @@
+// A layer cache in the memory of this process.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "kvfuse/kernels.h"
+#include "kvfuse/layer_cache.h"
+#include "kvfuse/page.h"
+
+namespace kvfuse {
+
+class KVFUSE_EXPORT CpuLayerCache final : public LayerCache {
+ public:
+  explicit CpuLayerCache(const CacheFormat& format) : format_(format) {}
+  // From a checked snapshot; see frozen.cc.
+  explicit CpuLayerCache(const LayerSnapshot& snapshot);
+  CacheDevice& device() const override { return CpuDevice(); }
+  std::shared_ptr<LayerCache> Fork() const override;
+
+  const CacheFormat& format() const override { return format_; }
+  int64_t length() const override { return length_; }
+  int64_t exact_begin() const override { return exact_begin_; }
+  int64_t nbytes() const override;
+  int64_t GrowthBytes(int64_t count) const override;
+
+  void Prepare(int64_t past, int64_t count, const Rows& key, const Rows& value) override;
+  std::vector<Phase> Step(const StepArgs& args) override;
+  void Commit() override;
+  void Settle() override;
+
+  void Truncate(int64_t length) override;
+  void CheckTruncate(int64_t length) const override;
+
+  LayerSnapshot Snapshot(bool canonical = false) const override;
+  void ReadRow(bool key, int head, int64_t position, float* out) const override;
+
+ private:
+  struct Chunk {
+    int64_t past = 0, total = 0;
+    Rows key, value;
+    int64_t encode_from = 0, encode_to = 0;  // positions that enter the low-bit store
+  };
+
+  int64_t KeepExactFrom(int64_t length) const;
+  int64_t ExactPageBytes(bool key) const {
+    return int64_t{format_.kv_num_heads} * kExactPageTokens * (key ? format_.key.dim : format_.value.dim) * 4;
+  }
+  int64_t mean_bytes() const { return int64_t{format_.kv_num_heads} * format_.key.dim * 2; }
+  const float* ExactRow(bool key, int head, int64_t position) const;
+  const float* SinkRow(bool key, int head, int64_t position) const;
+  std::vector<uint8_t> StoredRow(bool key, int head, int64_t position) const;
+  const float* FloatRow(bool key, int head, int64_t position) const;
+  // Writes the low-bit rows of one kv head.
+  void EncodeHead(int head);
+  // What attention reads between Prepare and Commit.
+  CacheView View() const;
+  void StoreExact(int64_t from);
+  void StoreSinks();
+  void RefreshPointers();
+
+  CacheFormat format_;
+  int64_t length_ = 0;
+  int64_t encoded_end_ = 0;                 // the low-bit store holds [pages_begin_, encoded_end_)
+  int64_t pages_begin_ = 0;                 // a sliding window has freed what lies before
+  int64_t exact_begin_ = 0;                 // f32 rows are held from here to length_
+  int64_t undo_begin_ = 0, undo_end_ = -1;  // and here, in case the last chunk is dropped again
+  PageRun pages_, means_;                   // per kPageTokens tokens; per block
+  PageRun exact_keys_, exact_values_;       // per kExactPageTokens tokens
+  Page sink_key_, sink_value_;              // [tokens][kv_num_heads][dim]
+  Chunk chunk_;
+  // The same pages as plain pointers, for the kernels.
+  std::vector<const uint8_t*> page_pointers_;
+  std::vector<const uint16_t*> mean_pointers_;
+  std::vector<const float*> exact_key_pointers_, exact_value_pointers_;
+};
+
+}  // namespace kvfuse
