@@ -9,6 +9,7 @@
 #include "kvfuse/error.h"
 #include "kvfuse/half.h"
 #include "kvfuse/sequence.h"
+#include "profile.h"
 #include "sdpa_attributes.h"
 
 namespace kvfuse {
@@ -140,6 +141,7 @@ class SdpaKernel {
   explicit SdpaKernel(const OrtKernelInfo* info) : attributes_(ReadSdpaAttributes(info)) {}
 
   void Compute(OrtKernelContext* context) {
+    const profile::Timed timed(profile::kCall);
     Tensor inputs[kInputCount];
     for (size_t i = 0; i < kInputCount; ++i) inputs[i] = Input(context, i);
     const Dims dims = CheckDims(inputs);
