@@ -1,6 +1,7 @@
 # make demo    build everything, rewrite a real model, run it beside the original, print the table
 # make test    build everything, lint, type-check, run all tests
 # make check   the part of `make test` that runs no tests;  make fix  applies what can be applied
+# make quality   measures cache formats on real models, writes the tables of docs/quality.md (an hour and more)
 # make goldens   writes the expected halves of the graph cases anew
 # make sanitize  the library under ASan, UBSan and TSan;  make fuzz  a million hostile states (needs clang)
 VENV ?= .venv
@@ -9,7 +10,7 @@ BIN = $(VENV)/bin
 MINIMUM_ORT = 1.24.4
 export PYTHON_IN_VENV = $(abspath $(BIN))/python
 
-.PHONY: setup demo test test-minimum check fix goldens sanitize fuzz clean
+.PHONY: setup demo test test-minimum check fix goldens quality sanitize fuzz clean
 
 # One stamp per input of the build: sources are only compiled again when one changed.
 NATIVE = $(shell find custom_ops -type f -not -path '*/fuzz/*') pyproject.toml
@@ -56,6 +57,10 @@ fix: setup
 
 goldens: setup
 	$(BIN)/python -m pytest -q tests/passes --update-goldens
+
+quality: setup
+	$(BIN)/python -m pip install --quiet --group quality
+	$(BIN)/python benchmarks/quality.py
 
 sanitize: setup
 	PYTHON=$(PYTHON_IN_VENV) tools/sanitize.sh address

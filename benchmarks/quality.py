@@ -1,9 +1,9 @@
 """`make quality`: what cache formats cost on real models, in one table per model and context, with pictures.
 
-`python benchmarks/quality.py [--model smollm2|gemma3] [--context 512|4096] [--only WORDS] [--fresh]` builds the
-models, measures every variant that `build/quality/` does not hold yet, draws pictures and writes tables into
-docs/quality.md. What is kvfuse's is measured with the product itself, through the cache; other runtimes' caches
-are simulated inside the same model by their quantization rules (benchmarks/quality_formats.py).
+`python benchmarks/quality.py [--model smollm2|gemma3] [--context 512|4096] [--only WORDS] [--fresh]` builds
+the models, measures every variant that `build/quality/` does not hold yet, draws pictures and writes tables
+into docs/quality.md. What is kvfuse's is measured with the product itself, through the cache; other runtimes'
+caches are simulated inside the same model by their quantization rules (benchmarks/quality_formats.py).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import time
@@ -35,9 +36,9 @@ from benchmarks.quality_variants import (
     CONTENDER,
     FLOAT_QUERIES,
     LONG_ABLATIONS,
-    PRESET,
     PRESET_VARIANTS,
     SIMULATED,
+    WITH_EXTRAS,
     Variant,
 )
 from kvfuse.evaluate import Observation, Reference, compare, record
@@ -51,7 +52,8 @@ from kvfuse.generate import find_tokenizer
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "build" / "quality"
 MODELS = ("smollm2", "gemma3")
-WINDOWS = {512: 4, 4096: 1}
+CONTEXTS = (512, 4096)
+WINDOWS = {("smollm2", 512): 4, ("gemma3", 512): 2, ("smollm2", 4096): 1, ("gemma3", 4096): 1}
 
 
 class Setting:
@@ -59,7 +61,7 @@ class Setting:
 
     Args:
         model: a name of MODELS.
-        context: tokens of a window, a key of WINDOWS.
+        context: tokens of a window, one of CONTEXTS.
     """
 
     def __init__(self, model: str, context: int) -> None:
@@ -90,15 +92,11 @@ class Setting:
 
     @cached_property
     def plan(self) -> Plan:
-        """Text to score, four prompts of 24 greedy tokens, five needles, layers on the first 512 tokens."""
-        return make_plan(
-            read_text(),
-            find_tokenizer(self.path),
-            context=self.context,
-            windows=WINDOWS[self.context],
-            greedy=24,
-            layer_tokens=512,
-        )
+        """Text to score; at context 512 also greedy text, needles, and layers on the first window."""
+        extras = {"greedy": 24} if self.context == 512 else {"greedy": 0, "depths": (), "layer_tokens": 0}
+        windows = WINDOWS[self.model, self.context]
+        tokenizer = find_tokenizer(self.path)
+        return make_plan(read_text(), tokenizer, context=self.context, windows=windows, **extras)
 
     @cached_property
     def reference(self) -> Reference:
@@ -127,14 +125,13 @@ class Setting:
 
         contenders = [Variant(contender.name, CONTENDER) for contender in CONTENDERS]
         long = self.model == "gemma3" and self.context > 512
-        lines = [
+        return [
             *PRESET_VARIANTS,
             CHOSEN,
             *contenders,
             *(LONG_ABLATIONS if long else ABLATIONS),
             *FLOAT_QUERIES,
         ]
-        return lines
 
     def result(self, variant: Variant) -> dict[str, Any] | None:
         """The stored result of a variant, None when there is none."""
@@ -180,7 +177,7 @@ class Setting:
             probe.write_text(read_text()[400_000:420_000])
             options |= {"probe": probe}
         report = kvfuse.rewrite(self.path, rewritten, format=variant.preset, require_all=True, **options)
-        reference = self.reference if variant.kind == PRESET else self.scores_only
+        reference = self.reference if variant.name in WITH_EXTRAS else self.scores_only
         if not variant.environment:
             return compare(reference, rewritten).to_dict() | {"fused": len(report.fused)}
         # The library reads its environment once, so another process has to.
@@ -234,14 +231,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measures what is missing, then writes tables and pictures."""
     parser = argparse.ArgumentParser(description="Measure cache formats on real models.")
     parser.add_argument("--model", choices=MODELS, action="append", help="default: all")
-    parser.add_argument("--context", type=int, choices=WINDOWS, action="append", help="default: all")
-    parser.add_argument("--only", help="measure only variants whose name or kind holds these words")
+    parser.add_argument("--context", type=int, choices=CONTEXTS, action="append", help="default: all")
+    parser.add_argument("--only", help="measure only variants of this kind, or whose name this pattern finds")
     parser.add_argument("--fresh", action="store_true", help="measure again what is there")
     parser.add_argument("--no-docs", action="store_true", help="leave docs/quality.md as it is")
     parser.add_argument("--compare", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     settings = [
-        Setting(model, context) for context in options.context or WINDOWS for model in options.model or MODELS
+        Setting(model, context)
+        for context in options.context or CONTEXTS
+        for model in options.model or MODELS
     ]
     if options.compare is not None:
         print(json.dumps(compare_only(settings[0], options.compare).to_dict()))
@@ -249,15 +248,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for setting in settings:
         print(f"{setting.model}, context {setting.context}, text {setting.text_hash}", flush=True)
         for variant in setting.variants():
-            words = options.only
-            if words and words not in variant.name and words != variant.kind:
+            if options.only and not re.search(options.only, variant.name) and options.only != variant.kind:
                 continue
             if options.fresh or setting.result(variant) is None:
                 found = setting.measure(variant)
                 if found is not None:
                     print(f"  {quality_tables.line(found)}  ({found['seconds']} s)", flush=True)
     if not options.no_docs:
-        quality_tables.write(ROOT, [Setting(model, context) for context in WINDOWS for model in MODELS])
+        quality_tables.write(ROOT, [Setting(model, context) for context in CONTEXTS for model in MODELS])
     return 0
 
 

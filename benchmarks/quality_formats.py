@@ -1,7 +1,7 @@
 """Storage rules of other runtimes' caches, and kvfuse's own, as torch functions on q, k and v.
 
-Each rule states its bits per element, scales included. Sources: the runtimes' public documentation and source of
-their quantization rules, written anew here.
+Each rule states its bits per element, scales included. The rules are those of the runtimes' documentation and
+source, written anew.
 Dims: H query heads, K kv heads, T tokens, D head size.
 """
 
@@ -72,7 +72,7 @@ def signed_extreme(x: torch.Tensor, bits: int, group: int, half: bool) -> torch.
 
 
 def q4_0(x: torch.Tensor) -> torch.Tensor:
-    """llama.cpp: 32 values share an f16 scale = signed extreme / -8; codes floor(x / scale + 8.5), 0 to 15."""
+    """Quantizes as llama.cpp: f16 scale = signed extreme / -8 of 32 values, codes floor(x / scale + 8.5)."""
     y = grouped(x, 32)
     scale = y.gather(-1, y.abs().argmax(-1, keepdim=True)) / -8
     inverse = torch.where(scale == 0, torch.zeros_like(scale), 1 / scale)
@@ -81,7 +81,7 @@ def q4_0(x: torch.Tensor) -> torch.Tensor:
 
 
 def q8_0(x: torch.Tensor) -> torch.Tensor:
-    """llama.cpp: 32 values share an f16 scale = max |x| / 127 (codes from the scale before it is rounded)."""
+    """Quantizes as llama.cpp: f16 scale = max |x| / 127 of 32 values, codes from the scale unrounded."""
     y = grouped(x, 32)
     scale = y.abs().amax(-1, keepdim=True) / 127
     inverse = torch.where(scale == 0, torch.zeros_like(scale), 1 / scale)
@@ -89,7 +89,7 @@ def q8_0(x: torch.Tensor) -> torch.Tensor:
 
 
 def affine(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
-    """OpenVINO: minimum and maximum of each token's group, f32 scale and zero point."""
+    """Quantizes as OpenVINO: minimum and maximum of each token's group, f32 scale and zero point."""
     y = grouped(x, group)
     low, high = y.amin(-1, keepdim=True), y.amax(-1, keepdim=True)
     scale = torch.where(high > low, (high - low) / (2**bits - 1), torch.ones_like(low))
@@ -98,7 +98,7 @@ def affine(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
 
 
 def static(x: torch.Tensor, bits: int, per_channel: bool) -> torch.Tensor:
-    """onnxruntime GroupQueryAttention: symmetric with static scales, here those of this very window (an oracle)."""
+    """GroupQueryAttention of onnxruntime: symmetric, static scales, here this window's own (an oracle)."""
     limit = 2 ** (bits - 1)
     scale = (x.abs().amax(1, keepdim=True) if per_channel else x.abs().max()) / (limit - 1)
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
@@ -140,13 +140,17 @@ class Simulated:
     def store(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Seen:
         """What attention sees of this layer."""
         form = self.format
-        turn = hadamard if form.rotation == "hadamard" else _same
-        mean = torch.zeros_like(key)
+        # A side of 16 bits is kept as it is, neither rotated nor centred.
+        turn_key, turn_value = (
+            hadamard if form.rotation == "hadamard" and bits != 16 else _same
+            for bits in (form.key_bits, form.value_bits)
+        )
+        mean = None
         if form.key_center == "block" and form.key_bits != 16:
             mean = _block_means(key, form.block)
-        low_key = self._side(turn(key - mean), form.key_bits)
-        low_value = turn(self._side(turn(value), form.value_bits))
-        low_query = turn(query)
+        low_key = self._side(turn_key(key if mean is None else key - mean), form.key_bits)
+        low_value = turn_value(self._side(turn_value(value), form.value_bits))
+        low_query = turn_key(query)
         if self.quantize_queries and form.key_bits != 16:
             low_query = symmetric(low_query, 8, 0, False)
         return Seen(low_query, low_key, low_value, mean, self._exact)
@@ -168,7 +172,7 @@ def _same(x: torch.Tensor) -> torch.Tensor:
 
 
 def _block_means(key: torch.Tensor, block: int) -> torch.Tensor:
-    """Each token's block mean, rounded to f16; the last block may be short, and is never seen through its codes."""
+    """Each token's block mean in f16; the last block may be short, and is never seen through its codes."""
     blocks = key.split(block, dim=1)
     means = [one.mean(1, keepdim=True).half().float().expand_as(one) for one in blocks]
     return torch.cat(means, 1)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from benchmarks.quality import Setting
 
 Figures = dict[str, Any]
-HEAD = "| format | bits/element | perplexity, % | KL | KL p99 | top-1, % |\n| --- | ---: | ---: | ---: | ---: | ---: |"
+HEAD = "| format | bits/element | perplexity, % | KL | KL p99 | top-1, % |\n" + "| --- |" + " ---: |" * 5
 NAMES = {"smollm2": "SmolLM2-135M", "gemma3": "Gemma-3-270M"}
 
 
@@ -51,7 +51,7 @@ def write(root: Path, settings: list[Setting]) -> None:
 
 
 def replace_block(text: str, marker: str, block: str) -> str:
-    """Puts a block between `<!-- marker -->` and `<!-- end -->`; a text without that marker stays as it is."""
+    """Puts a block between `<!-- marker -->` and `<!-- end -->`; a text without it stays as it is."""
     pattern = re.compile(rf"(<!-- {re.escape(marker)} -->\n).*?(<!-- end -->)", re.DOTALL)
     return pattern.sub(lambda found: f"{found[1]}{block}\n{found[2]}", text)
 

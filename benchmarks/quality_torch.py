@@ -1,7 +1,7 @@
 """A decoder in torch whose attention can be made to see keys and values through any storage format.
 
-Written from the formulas, apart from the ONNX builders, so that contenders can be measured inside the real models:
-what another runtime's cache would give is simulated by quantizing and dequantizing q, k and v before the attention.
+Written from the formulas, apart from the ONNX builders, so that contenders can be measured inside the real
+models: what another runtime's cache would give is simulated by quantizing and dequantizing before attention.
 One causal pass over a window is the same computation as decoding token by token.
 Dims: T tokens, H query heads, K kv heads, D head size.
 """
@@ -24,8 +24,8 @@ _LOGIT_ELEMENTS = 1 << 26
 class Seen:
     """What low-bit attention works on: `query` [H, T, D], `key` and `value` [K, T, D] as stored.
 
-    `mean` [K, T, D] adds query · mean to the scores, with the query as it was. `exact` decides which keys a query
-    sees as they were: a function of query positions [S, 1] and key positions [1, T]; None for none.
+    `mean` [K, T, D] adds query · mean to the scores, with the query as it was. `exact` decides which keys a
+    query sees as they were: a function of query positions [S, 1] and key positions [1, T]; None for none.
     """
 
     query: torch.Tensor

@@ -17,7 +17,7 @@ class Variant:
 
     Attributes:
         name: as the table shows it.
-        kind: PRESET or ABLATION (the product itself), SIMULATED (its format in torch, with f32 queries), CONTENDER.
+        kind: PRESET or ABLATION (the product), SIMULATED (its format in torch, with f32 queries), CONTENDER.
         preset: what the product starts from.
         overrides: options on top.
         environment: variables that the product is run under.
@@ -50,6 +50,8 @@ def _ablation(name: str, preset: str = "default", **overrides: Any) -> Variant:
 
 _NO_WINDOW = {"n_recent": 0, "block": 1, "n_sink": 0, "key_center": "none"}
 
+# What is also asked for greedy text, needles and layers.
+WITH_EXTRAS = ("default", "int4", "auto")
 PRESET_VARIANTS = tuple(Variant(name, PRESET, name) for name in PRESETS)
 CHOSEN = Variant("auto", PRESET, "auto")
 
@@ -78,9 +80,12 @@ FLOAT_QUERIES = (
     Variant("int8, f32 queries (simulated)", SIMULATED, "int8"),
 )
 # The long Gemma run takes a minute and more a line: only what the short run cannot tell.
-LONG_ABLATIONS = tuple(
-    variant
-    for variant in ABLATIONS
-    if variant.name in ("keys not centred", "n_recent 0", "n_recent 256", "n_sink 0", "only keys low-bit (values f16)",
-                        "softmax weights in floats")
-)  # fmt: skip
+_LONG = (
+    "keys not centred",
+    "n_recent 0",
+    "n_recent 256",
+    "n_sink 0",
+    "only keys low-bit (values f16)",
+    "softmax weights in floats",
+)
+LONG_ABLATIONS = tuple(variant for variant in ABLATIONS if variant.name in _LONG)
