@@ -53,6 +53,7 @@ ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "build" / "quality"
 MODELS = ("smollm2", "gemma3")
 CONTEXTS = (512, 4096)
+PROBE_TOKENS = 1024
 WINDOWS = {("smollm2", 512): 4, ("gemma3", 512): 2, ("smollm2", 4096): 1, ("gemma3", 4096): 1}
 
 
@@ -172,10 +173,8 @@ class Setting:
         rewritten = self.path.with_name("model.quality.onnx")
         options: dict[str, Any] = dict(variant.overrides)
         if variant.preset == CHOSEN.preset:
-            probe = self.folder / "probe.txt"
-            # Text that is not scored: what comes after the windows.
-            probe.write_text(read_text()[400_000:420_000])
-            options |= {"probe": probe}
+            # Text that is not scored: it lies behind the windows.
+            options["probe"] = find_tokenizer(self.path).encode(read_text()[200_000:210_000])[:PROBE_TOKENS]
         report = kvfuse.rewrite(self.path, rewritten, format=variant.preset, require_all=True, **options)
         reference = self.reference if variant.name in WITH_EXTRAS else self.scores_only
         if not variant.environment:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.quality_variants import ABLATION, CONTENDER, PRESET, SIMULATED
+from benchmarks.quality_variants import ABLATION, CONTENDER, PRESET, SIMULATED, WITH_EXTRAS
 
 if TYPE_CHECKING:
     from benchmarks.quality import Setting
@@ -124,7 +124,7 @@ def draw(setting: Setting, found: list[Figures], folder: Path) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     shown = [one for one in found if one["kind"] in (PRESET, CONTENDER) and one["name"] != "exact"]
-    layered = [one for one in found if one["name"] in ("default", "int4", "auto") and one.get("layers")]
+    layered = [one for one in found if one["name"] in WITH_EXTRAS and one.get("layers")]
     if not shown:
         return
     figure = matplotlib.figure.Figure(figsize=(10, 4.2 + 2 * len(layered)), layout="constrained")

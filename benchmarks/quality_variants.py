@@ -51,9 +51,9 @@ def _ablation(name: str, preset: str = "default", **overrides: Any) -> Variant:
 _NO_WINDOW = {"n_recent": 0, "block": 1, "n_sink": 0, "key_center": "none"}
 
 # What is also asked for greedy text, needles and layers.
-WITH_EXTRAS = ("default", "int4", "auto")
+WITH_EXTRAS = ("default", "int4", "auto, target 0.5 %")
 PRESET_VARIANTS = tuple(Variant(name, PRESET, name) for name in PRESETS)
-CHOSEN = Variant("auto", PRESET, "auto")
+CHOSEN = Variant("auto, target 0.5 %", PRESET, "auto", {"target": 0.005})
 
 ABLATIONS = (
     _ablation("no rotation", rotation="none"),
