@@ -99,6 +99,18 @@ class Decoder:
 
     def step(self, token_ids: Sequence[int] | NDArray[np.int64]) -> NDArray[np.floating[Any]]:
         """Runs the model on S >= 1 new tokens and returns their logits [S, V], or [1, V]: the last's."""
+        # The caches stay OrtValues: the model's own copies are its affair, ours would be added to its time.
+        logits, *presents = self.session.run_with_ort_values(
+            [self._logits, *self._presents], self.feeds(token_ids)
+        )
+        self._pasts = dict(zip(self._caches, presents, strict=True))
+        self._start = None
+        self.length += len(token_ids)
+        array: NDArray[Any] = logits.numpy()
+        return array.reshape(-1, array.shape[-1])
+
+    def feeds(self, token_ids: Sequence[int] | NDArray[np.int64]) -> dict[str, Any]:
+        """What `step` would feed for these tokens, as OrtValues by input name."""
         ids = np.asarray(token_ids, np.int64)[np.newaxis]  # 1 S
         feeds = {
             name: onnxruntime.OrtValue.ortvalue_from_numpy(self._plain_input(name, ids, self.length))
@@ -107,15 +119,7 @@ class Decoder:
         }
         if self._resettable and self._start is not None:
             feeds[PAST_LENGTH_INPUT] = onnxruntime.OrtValue.ortvalue_from_numpy(np.array([self._start]))
-        # The caches stay OrtValues: the model's own copies are its affair, ours would be added to its time.
-        logits, *presents = self.session.run_with_ort_values(
-            [self._logits, *self._presents], feeds | self._pasts
-        )
-        self._pasts = dict(zip(self._caches, presents, strict=True))
-        self._start = None
-        self.length += ids.shape[1]
-        array: NDArray[Any] = logits.numpy()
-        return array.reshape(-1, array.shape[-1])
+        return feeds | self._pasts
 
     def step_rows(
         self, token_ids: NDArray[np.int64], sequences: Sequence[SequenceView], past: int

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     import onnx_ir as ir
     from rich.console import Console
 
+    from .auto import AutoChoice
+
 
 @dataclasses.dataclass(frozen=True)
 class SiteReport:
@@ -62,11 +64,12 @@ class RewriteReport:
             sites.
         bytes_per_token_before: Bytes of the fused layers' float caches for one token.
         bytes_per_token_after: Bytes of one token in the low-bit form, by the format's formula.
-        format: The op's format attributes.
+        format: The op's format attributes; with a choice, those that it started from.
         fingerprint: sha256 of the original file; sequences of the rewritten model are bound to it.
         dropped: Names of the cache inputs and outputs that the rewritten graph no longer has.
         rewired: Shape nodes of caches that are answered from the past length now, with their dims
             (B batch, S new, P cached, T all tokens).
+        choice: What format "auto" chose for each layer, and why.
         model: The rewritten model when the source was one in memory.
     """
 
@@ -80,6 +83,7 @@ class RewriteReport:
     fingerprint: str
     dropped: Mapping[str, tuple[str, ...]]
     rewired: tuple[Mapping[str, Any], ...]
+    choice: AutoChoice | None = None
     model: onnx.ModelProto | ir.Model | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
@@ -91,6 +95,23 @@ class RewriteReport:
     def refused(self) -> tuple[SiteReport, ...]:
         """The refused sites."""
         return tuple(site for site in self.sites if site.outcome == "refused")
+
+    def with_choice(self, choice: AutoChoice) -> RewriteReport:
+        """The same report of a model whose layers have formats of their own."""
+        formats = choice.formats
+        sites = tuple(
+            dataclasses.replace(site, details={**site.details, "format": formats[site.layer].attributes()})
+            if site.outcome == "fused"
+            else site
+            for site in self.sites
+        )
+        after = sum(
+            formats[site.layer].bytes_per_token(
+                site.details["kv_num_heads"], site.details["head_dim"], site.details["value_head_dim"]
+            )
+            for site in self.fused
+        )
+        return dataclasses.replace(self, sites=sites, bytes_per_token_after=after, choice=choice)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data (what `--json` prints)."""
@@ -105,6 +126,7 @@ class RewriteReport:
             "fingerprint": self.fingerprint,
             "dropped": {kind: list(names) for kind, names in self.dropped.items()},
             "rewired": [dict(entry) for entry in self.rewired],
+            "choice": None if self.choice is None else self.choice.to_dict(),
         }
 
     def summary(self) -> str:
@@ -149,6 +171,8 @@ class RewriteReport:
             console.print(table)
         for site in self.seen:
             console.print(Text(f"seen, not a cache site: {site.node}: {site.reason}"))
+        if self.choice is not None:
+            self.choice.render(console)
         console.print(Text(self.summary()))
 
 
