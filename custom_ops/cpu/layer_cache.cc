@@ -103,6 +103,7 @@ std::shared_ptr<LayerCache> CpuLayerCache::Fork() const {
   fork->exact_values_ = exact_values_;
   fork->sink_key_ = sink_key_;
   fork->sink_value_ = sink_value_;
+  fork->guard_ = guard_;
   return fork;
 }
 
@@ -220,7 +221,12 @@ std::vector<Phase> CpuLayerCache::Step(const StepArgs& step) {
     args.query_end = std::min(step.sequence_length, args.query_begin + kQueryTile);
     Kernels().attend(args);
   };
-  return {{static_cast<size_t>(format_.kv_num_heads), [this](size_t head) { EncodeHead(static_cast<int>(head)); }},
+  const KeyGuard::Span span = step.guard ? GuardSpan() : KeyGuard::Span{};
+  const auto encode = [this, step, span](size_t head) {
+    EncodeHead(static_cast<int>(head));
+    if (!span.empty()) GuardHead(step, span, static_cast<int>(head));
+  };
+  return {{static_cast<size_t>(format_.kv_num_heads), encode},
           {static_cast<size_t>(format_.kv_num_heads * tiles), attend}};
 }
 
@@ -279,7 +285,7 @@ void CpuLayerCache::Truncate(int64_t length) {
   exact_begin_ = std::min(exact_begin_, length);
   // A block that is open again counts as not encoded while its floats are there; else it stays low-bit.
   encoded_end_ = std::min(encoded_end_, std::max(format_.EncodedEnd(length), exact_begin_));
-  if (length == 0) pages_begin_ = 0;
+  if (length == 0) pages_begin_ = 0, guard_.Reset();
   pages_.FreeFrom(CeilDiv(encoded_end_, kPageTokens));
   means_.FreeFrom(CeilDiv(encoded_end_, format_.block));
   exact_keys_.FreeFrom(CeilDiv(length, kExactPageTokens));

@@ -123,6 +123,7 @@ def _one_op(attributes: Mapping[str, Any], types: Mapping[str, str]) -> bytes:
         helper.make_tensor("kv_sequence", onnx.TensorProto.INT64, [1], [0]),
         helper.make_tensor("kv_past_length", onnx.TensorProto.INT64, [1], [0]),
     ]
+    inputs += [helper.make_tensor_value_info(c.name, c.data_type, [f"{c.name}_rows"]) for c in controls]
     graph = helper.make_graph(
         [begin, attend], "one", inputs, [helper.make_tensor_value_info("output", element, None)], controls
     )

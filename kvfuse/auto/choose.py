@@ -276,13 +276,18 @@ def _measure(
     values: dict[tuple[int, int], float] = {}
     found = []
     for chosen in ladder:
-        key, value = (chosen.key_bits, chosen.group_size), (chosen.value_bits, chosen.group_size)
+        key, value = _kind(chosen.key_bits, chosen), _kind(chosen.value_bits, chosen)
         if key not in keys:
             keys[key] = attention.error(dataclasses.replace(chosen, value_bits=16), exact)
         if value not in values:
             values[value] = attention.error(dataclasses.replace(chosen, key_bits=16), exact)
         found.append(Candidate(chosen, chosen.bytes_per_token(*sizes), keys[key], values[value]))
     return found
+
+
+def _kind(bits: int, chosen: KvFormat) -> tuple[int, int]:
+    """What tells two forms of one side apart; the scales of 8-bit codes matter too little to measure twice."""
+    return bits, chosen.group_size if bits < 8 else 0
 
 
 def _meet(

@@ -31,6 +31,8 @@ class KVFUSE_EXPORT Sequence {
   // First position whose exact rows are still held in every layer.
   int64_t ExactBegin();
   std::map<std::string, int64_t> Bytes();
+  // See LayerCache::key_error.
+  std::map<std::string, double> KeyErrors();
   void Truncate(int64_t length);
   void Reset() { Truncate(0); }
   // -1 for none; checked before a run's layer appends.
