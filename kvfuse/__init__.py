@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         LibraryError,
         ModelError,
         OptionError,
+        PrecisionWarning,
         RefusedError,
         SequenceError,
     )
@@ -36,6 +37,7 @@ _HOMES = {
     "LibraryError": "kvfuse.errors",
     "ModelError": "kvfuse.errors",
     "OptionError": "kvfuse.errors",
+    "PrecisionWarning": "kvfuse.errors",
     "RefusedError": "kvfuse.errors",
     "RewriteReport": "kvfuse.report",
     "SequenceError": "kvfuse.errors",
@@ -57,6 +59,7 @@ __all__ = [
     "LibraryError",
     "ModelError",
     "OptionError",
+    "PrecisionWarning",
     "RefusedError",
     "RewriteReport",
     "SequenceError",

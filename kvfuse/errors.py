@@ -39,3 +39,7 @@ class LibraryError(KVFuseError):
 
 class SequenceError(KVFuseError):
     """A sequence handle is unknown, in use, or cannot do what was asked."""
+
+
+class PrecisionWarning(UserWarning):
+    """A layer's cache format is known to be too coarse for its keys; the sentence names the one to use."""

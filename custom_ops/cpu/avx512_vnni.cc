@@ -1,4 +1,4 @@
-// AVX-512 with VNNI: vpdpbusd on lines of 16 tokens. Only dispatch.cc may call it.
+// AVX-512 with VNNI: vpdpbusd on lines of 16 tokens (keys) or 16 channels (values). Only dispatch.cc may call it.
 //
 // The instruction set is switched on for each function below and not for the file: with file-wide flags, inline
 // functions of shared headers would be compiled for it too, and the linker might keep those for everyone.
@@ -6,126 +6,398 @@
 
 #include <immintrin.h>
 
-#include "tile_attend.h"
+#include "tile_encode.h"
 
 #define KVFUSE_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,f16c,fma")))
+#define KVFUSE_AVX512_INLINE KVFUSE_AVX512 inline __attribute__((always_inline))
 
 namespace kvfuse::avx512_vnni {
 namespace {
 
-struct Isa {
-  KVFUSE_AVX512 static __m512i Broadcast4(const int8_t* codes) {
-    int32_t four;
-    std::memcpy(&four, codes, sizeof four);
-    return _mm512_set1_epi32(four);
-  }
+using tiles::Planes;
 
-  KVFUSE_AVX512 static __m512 Scales16(const SideFormat& side, const uint8_t* bytes, int group, int token) {
-    const uint8_t* at = bytes + ScaleOffset(side, group, token);
-    if (side.group_size == 0) return _mm512_loadu_ps(at);
-    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
-  }
+// The first `count` of 16 lanes.
+KVFUSE_AVX512_INLINE __mmask16 First(int count) {
+  return count >= 16 ? 0xffff : static_cast<__mmask16>((1u << count) - 1);
+}
 
-  static int64_t ScaleOffset(const SideFormat& side, int group, int token) {
-    return tiles::ScaleOffset(side, group, token);
-  }
+KVFUSE_AVX512_INLINE __m512 Load(const float* at, __mmask16 mask) { return _mm512_maskz_loadu_ps(mask, at); }
+KVFUSE_AVX512_INLINE __m512 Load(const uint16_t* at, __mmask16 mask) {
+  return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, at));
+}
 
-  // sum over groups of s_k * (int32 dot), for tokens [begin, end) of the tile, 16 at a time. Codes are stored with an
-  // offset o (8 or 128), so dot = sum u * q - o * sum q.
-  KVFUSE_AVX512 static void KeyScores(const SideFormat& side, const uint8_t* bytes, const int8_t* query, int begin,
-                                      int end, float* scores) {
-    const __m512i nibbles = _mm512_set1_epi8(15);
-    const int width = side.bits == 4 ? 8 : 4, offset = side.bits == 4 ? 8 : 128;
-    const int from = begin / 16 * 16;
-    for (int g = 0; g < side.groups(); ++g) {
-      const int first = g * side.group_width(), last = std::min(side.dim, first + side.group_width());
-      int32_t query_sum = 0;
-      for (int c = first; c < last; ++c) query_sum += query[c];
-      for (int token = from; token < end; token += 16) {
-        __m512i dot = _mm512_set1_epi32(-offset * query_sum);
-        for (int c = first; c < last; c += width) {
-          const __m512i line = _mm512_loadu_si512(bytes + tiles::KeyLine(side, token, c));
-          if (side.bits == 4) {
-            dot = _mm512_dpbusd_epi32(dot, _mm512_and_si512(line, nibbles), Broadcast4(query + c));
-            dot = _mm512_dpbusd_epi32(dot, _mm512_and_si512(_mm512_srli_epi16(line, 4), nibbles),
-                                      Broadcast4(query + c + 4));
-          } else {
-            dot = _mm512_dpbusd_epi32(dot, line, Broadcast4(query + c));
-          }
+KVFUSE_AVX512_INLINE __m512i Broadcast4(const int8_t* at) {
+  int32_t four;
+  std::memcpy(&four, at, sizeof four);
+  return _mm512_set1_epi32(four);
+}
+
+KVFUSE_AVX512_INLINE __m512 Scales16(const SideFormat& side, const uint8_t* bytes, int group, int token) {
+  const uint8_t* at = bytes + tiles::ScaleOffset(side, group, token);
+  if (side.group_size == 0) return _mm512_loadu_ps(at);
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
+}
+
+// exp(x) for x <= 0, NaN for NaN: 2^n * p(r) with |r| <= ln 2 / 2, p the Taylor series of degree 7 (remainder below
+// 6e-9 relative). Below -104 it is 0 in f32, and scalef gives that.
+KVFUSE_AVX512_INLINE __m512 Exp16(__m512 x) {
+  x = _mm512_max_ps(_mm512_set1_ps(-104.0f), x);  // the second operand is kept when it is NaN
+  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)),
+                                        _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693145752f), x);  // ln 2 in two parts
+  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(1.42860677e-6f), r);
+  __m512 p = _mm512_set1_ps(1.0f / 5040.0f);
+  for (const float c : {1.0f / 720.0f, 1.0f / 120.0f, 1.0f / 24.0f, 1.0f / 6.0f, 0.5f, 1.0f, 1.0f})
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
+  return _mm512_scalef_ps(p, n);
+}
+
+// tanh, off by less than 2e-7: (1 - e) / (1 + e) with e = exp(-2 |x|), and a Taylor series near 0.
+KVFUSE_AVX512_INLINE __m512 Tanh16(__m512 x) {
+  const __m512 size = _mm512_abs_ps(x), e = Exp16(_mm512_mul_ps(size, _mm512_set1_ps(-2.0f)));
+  const __m512 one = _mm512_set1_ps(1.0f), square = _mm512_mul_ps(x, x);
+  const __m512 far = _mm512_div_ps(_mm512_sub_ps(one, e), _mm512_add_ps(one, e));
+  __m512 near = _mm512_set1_ps(62.0f / 2835.0f);
+  for (const float c : {-17.0f / 315.0f, 2.0f / 15.0f, -1.0f / 3.0f, 1.0f})
+    near = _mm512_fmadd_ps(near, square, _mm512_set1_ps(c));
+  const __m512 signed_far = _mm512_or_ps(far, _mm512_and_ps(x, _mm512_set1_ps(-0.0f)));
+  const __mmask16 small = _mm512_cmp_ps_mask(size, _mm512_set1_ps(0.25f), _CMP_LT_OQ);
+  return _mm512_mask_mul_ps(signed_far, small, near, x);
+}
+
+// sum over groups of s_k * (int32 dot) for the 64 tokens of a tile. Codes are stored with an offset o (8 or 128), so
+// dot = sum u * q - o * sum q.
+template <int N, int kBits>
+KVFUSE_AVX512 void KeyScoresOf(const SideFormat& side, const uint8_t* bytes, const int8_t* const* codes,
+                               const int32_t* const* code_sums, float* scores, const uint8_t* next) {
+  constexpr int kLines = kPageTokens / 16, kOffset = kBits == 4 ? 8 : 128, kChannels = kBits == 4 ? 8 : 4;
+  const __m512i nibbles = _mm512_set1_epi8(15);
+  const uint8_t* line = bytes;
+  for (int g = 0; g < side.groups(); ++g) {
+    const int first = g * side.group_width(), last = std::min(side.dim, first + side.group_width());
+    __m512i dots[N][kLines];
+    for (int i = 0; i < N; ++i)
+      for (int l = 0; l < kLines; ++l) dots[i][l] = _mm512_set1_epi32(-kOffset * code_sums[i][g]);
+    for (int c = first; c < last; c += kChannels, line += 64 * kLines) {
+      if (next != nullptr) {
+        const char* ahead = reinterpret_cast<const char*>(next + (line - bytes));
+        for (int l = 0; l < kLines; ++l) _mm_prefetch(ahead + 64 * l, _MM_HINT_T0);
+      }
+      for (int l = 0; l < kLines; ++l) {
+        const __m512i u = _mm512_load_si512(line + 64 * l);
+        if (kBits == 4) {
+          const __m512i low = _mm512_and_si512(u, nibbles);
+          const __m512i high = _mm512_and_si512(_mm512_srli_epi16(u, 4), nibbles);
+          for (int i = 0; i < N; ++i) dots[i][l] = _mm512_dpbusd_epi32(dots[i][l], low, Broadcast4(codes[i] + c));
+          for (int i = 0; i < N; ++i) dots[i][l] = _mm512_dpbusd_epi32(dots[i][l], high, Broadcast4(codes[i] + c + 4));
+        } else {
+          for (int i = 0; i < N; ++i) dots[i][l] = _mm512_dpbusd_epi32(dots[i][l], u, Broadcast4(codes[i] + c));
         }
-        const __m512 sum = g == 0 ? _mm512_setzero_ps() : _mm512_loadu_ps(scores + token);
-        const __m512 score = _mm512_mul_ps(Scales16(side, bytes, g, token), _mm512_cvtepi32_ps(dot));
-        _mm512_storeu_ps(scores + token, _mm512_add_ps(sum, score));
+      }
+    }
+    for (int l = 0; l < kLines; ++l) {
+      const __m512 scales = Scales16(side, bytes, g, 16 * l);
+      for (int i = 0; i < N; ++i) {
+        float* at = scores + i * kPageTokens + 16 * l;
+        const __m512 score = _mm512_mul_ps(scales, _mm512_cvtepi32_ps(dots[i][l]));
+        _mm512_store_ps(at, g == 0 ? score : _mm512_add_ps(_mm512_load_ps(at), score));
       }
     }
   }
+}
 
-  // One row of 4-bit values as floats, scale * code.
-  KVFUSE_AVX512 static void ValueRow(const SideFormat& side, const uint8_t* bytes, int token, float* row) {
-    const uint8_t* codes = bytes + int64_t{token} * side.code_bytes();
-    const __m512i nibble = _mm512_set1_epi32(15), offset = _mm512_set1_epi32(8);
-    for (int c = 0; c < side.dim; c += 32) {
-      const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + c / 2)));
-      const __m512 scale =
-          _mm512_set1_ps(reference::ScaleOf(side, bytes + ScaleOffset(side, c / side.group_width(), token), 0));
-      const __m512i low = _mm512_sub_epi32(_mm512_and_si512(wide, nibble), offset);
-      const __m512i high = _mm512_sub_epi32(_mm512_srli_epi32(wide, 4), offset);
-      _mm512_storeu_ps(row + c, _mm512_mul_ps(scale, _mm512_cvtepi32_ps(low)));
-      _mm512_storeu_ps(row + c + 16, _mm512_mul_ps(scale, _mm512_cvtepi32_ps(high)));
+// sum[c] += factor * (sum over tokens of (256 * high + low) * code) for the lines that hold tokens of `seen`.
+template <int N, int kBits>
+KVFUSE_AVX512 void AddSplitValuesOf(const SideFormat& side, const uint8_t* bytes, uint64_t seen, const Planes* planes,
+                                    float* const* sums, const uint8_t* next) {
+  constexpr int kHalves = kBits == 4 ? 2 : 1, kOffset = kBits == 4 ? 8 : 128;
+  const __m512i nibbles = _mm512_set1_epi8(15);
+  const int begin = __builtin_ctzll(seen) / 4, end = (63 - __builtin_clzll(seen)) / 4 + 1;
+  for (int c = 0; c < side.dim;) {
+    const tiles::ValueChunk chunk = tiles::ValueChunkAt(side, c);
+    const int group = c / side.group_width();
+    const __mmask16 lanes = First(chunk.lanes);
+    __m512i high[N][kHalves], low[N][kHalves];
+    for (int i = 0; i < N; ++i)
+      for (int h = 0; h < kHalves; ++h) high[i][h] = low[i][h] = _mm512_setzero_si512();
+    for (int l = begin; l < end; ++l) {
+      const int64_t at = chunk.offset + int64_t{l} * 4 * chunk.lanes;
+      if (next != nullptr) _mm_prefetch(reinterpret_cast<const char*>(next + at), _MM_HINT_T0);
+      __m512i codes[2];
+      codes[0] = _mm512_maskz_loadu_epi32(lanes, bytes + at);
+      if (kBits == 4) {
+        codes[1] = _mm512_and_si512(_mm512_srli_epi16(codes[0], 4), nibbles);
+        codes[0] = _mm512_and_si512(codes[0], nibbles);
+      }
+      for (int i = 0; i < N; ++i) {
+        const Planes& plane = planes[i * side.groups() + group];
+        const __m512i h4 = Broadcast4(plane.high + 4 * l), l4 = Broadcast4(plane.low + 4 * l);
+        for (int h = 0; h < kHalves; ++h) {
+          high[i][h] = _mm512_dpbusd_epi32(high[i][h], codes[h], h4);
+          low[i][h] = _mm512_dpbusd_epi32(low[i][h], codes[h], l4);
+        }
+      }
+    }
+    for (int i = 0; i < N; ++i) {
+      const Planes& plane = planes[i * side.groups() + group];
+      const __m512i offset = _mm512_set1_epi32(kOffset * plane.sum);
+      const __m512 factor = _mm512_set1_ps(plane.factor);
+      for (int h = 0; h < kHalves; ++h) {
+        // at most 64 tokens * 32639 * 255 < 2^30
+        const __m512i dot = _mm512_sub_epi32(_mm512_add_epi32(_mm512_slli_epi32(high[i][h], 8), low[i][h]), offset);
+        float* at = sums[i] + c + h * chunk.lanes;
+        const __m512 grown = _mm512_fmadd_ps(factor, _mm512_cvtepi32_ps(dot), _mm512_maskz_loadu_ps(lanes, at));
+        _mm512_mask_storeu_ps(at, lanes, grown);
+      }
+    }
+    c += chunk.width;
+  }
+}
+
+struct Isa {
+  static constexpr int kQueries = 4;
+
+  KVFUSE_AVX512 static void Rotate(float* row, int dim) {
+    while (dim >= 16) {
+      int block = 16;
+      while (block * 2 <= dim) block *= 2;
+      const __m512 norm = _mm512_set1_ps(1.0f / std::sqrt(static_cast<float>(block)));
+      // Stages 1, 2, 4, 8 within a register: lane i and its partner p become i + p, or p - i where i is the upper.
+      for (int i = 0; i < block; i += 16) {
+        __m512 x = _mm512_loadu_ps(row + i), p = _mm512_permute_ps(x, 0xb1);
+        x = _mm512_mask_sub_ps(_mm512_add_ps(x, p), 0xaaaa, p, x), p = _mm512_permute_ps(x, 0x4e);
+        x = _mm512_mask_sub_ps(_mm512_add_ps(x, p), 0xcccc, p, x), p = _mm512_shuffle_f32x4(x, x, 0xb1);
+        x = _mm512_mask_sub_ps(_mm512_add_ps(x, p), 0xf0f0, p, x), p = _mm512_shuffle_f32x4(x, x, 0x4e);
+        x = _mm512_mask_sub_ps(_mm512_add_ps(x, p), 0xff00, p, x);
+        _mm512_storeu_ps(row + i, block == 16 ? _mm512_mul_ps(x, norm) : x);
+      }
+      for (int half = 16; half < block; half *= 2)
+        for (int start = 0; start < block; start += 2 * half)
+          for (int i = start; i < start + half; i += 16) {
+            const __m512 a = _mm512_loadu_ps(row + i), b = _mm512_loadu_ps(row + i + half);
+            __m512 sum = _mm512_add_ps(a, b), difference = _mm512_sub_ps(a, b);
+            if (2 * half == block) sum = _mm512_mul_ps(sum, norm), difference = _mm512_mul_ps(difference, norm);
+            _mm512_storeu_ps(row + i, sum);
+            _mm512_storeu_ps(row + i + half, difference);
+          }
+      row += block;
+      dim -= block;
+    }
+    reference::Rotate(row, dim);
+  }
+
+  KVFUSE_AVX512 static bool Finite(const float* row, int dim) {
+    __mmask16 bad = 0;
+    for (int i = 0; i < dim; i += 16)
+      bad |= _mm512_fpclass_ps_mask(Load(row + i, First(dim - i)), 0x99);  // NaN or infinite
+    return bad == 0;
+  }
+
+  // The element of largest size, the first of equals.
+  KVFUSE_AVX512 static float Extreme(const float* row, int dim) {
+    __m512 largest = _mm512_setzero_ps();
+    for (int i = 0; i < dim; i += 16) largest = _mm512_max_ps(largest, _mm512_abs_ps(Load(row + i, First(dim - i))));
+    const float size = _mm512_reduce_max_ps(largest);
+    for (int i = 0; size > 0.0f && i < dim; i += 16) {
+      const __mmask16 found =
+          _mm512_cmp_ps_mask(_mm512_abs_ps(Load(row + i, First(dim - i))), _mm512_set1_ps(size), _CMP_EQ_OQ);
+      if (found != 0) return row[i + __builtin_ctz(found)];
+    }
+    return 0.0f;
+  }
+
+  // codes[i] = clamp(rint(x / scale), low, high) + offset
+  KVFUSE_AVX512 static void Codes(const float* row, int dim, float scale, int low, int high, int offset,
+                                  uint8_t* codes) {
+    for (int i = 0; i < dim; i += 16) {
+      const __mmask16 mask = First(dim - i);
+      const __m512 x = _mm512_div_ps(Load(row + i, mask), _mm512_set1_ps(scale));
+      const __m512 bounded = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(low)), _mm512_set1_ps(high));
+      const __m512i code = _mm512_add_epi32(_mm512_cvtps_epi32(bounded), _mm512_set1_epi32(offset));
+      _mm512_mask_cvtepi32_storeu_epi8(codes + i, mask, code);
     }
   }
 
-  KVFUSE_AVX512 static float Dot(const float* a, const float* b, int count) {
+  // int8 codes of a rotated query; gives their scale.
+  KVFUSE_AVX512 static float QuantizeQuery(const float* row, int dim, int8_t* codes) {
+    if (!Finite(row, dim)) {
+      std::memset(codes, 0, dim);
+      return std::numeric_limits<float>::quiet_NaN();
+    }
+    float scale = std::fabs(Extreme(row, dim)) / 127.0f;
+    if (scale == 0.0f) scale = 1.0f;
+    Codes(row, dim, scale, -127, 127, 0, reinterpret_cast<uint8_t*>(codes));
+    return scale;
+  }
+
+  KVFUSE_AVX512 static uint64_t NonZero(const uint8_t* bytes, int count) {
+    const __mmask64 there = count >= 64 ? ~__mmask64{0} : (__mmask64{1} << count) - 1;
+    const __m512i loaded = _mm512_maskz_loadu_epi8(there, bytes);
+    return _mm512_test_epi8_mask(loaded, loaded);
+  }
+
+  KVFUSE_AVX512 static float Exp(float x) { return _mm512_cvtss_f32(Exp16(_mm512_set1_ps(x))); }
+
+  static void KeyScores(const SideFormat& side, const uint8_t* bytes, const int8_t* const* codes,
+                        const int32_t* const* sums, int n, float* scores, const uint8_t* next) {
+    using Function = void (*)(const SideFormat&, const uint8_t*, const int8_t* const*, const int32_t* const*, float*,
+                              const uint8_t*);
+    static constexpr Function four[] = {KeyScoresOf<1, 4>, KeyScoresOf<2, 4>, KeyScoresOf<3, 4>, KeyScoresOf<4, 4>};
+    static constexpr Function eight[] = {KeyScoresOf<1, 8>, KeyScoresOf<2, 8>, KeyScoresOf<3, 8>, KeyScoresOf<4, 8>};
+    (side.bits == 4 ? four : eight)[n - 1](side, bytes, codes, sums, scores, next);
+  }
+
+  // dots[t] = row . query for the rows of `mask`
+  template <typename T>
+  KVFUSE_AVX512 static void DotRows(const void* const* rows, uint64_t mask, const float* query, int dim, float* dots) {
+    for (; mask != 0; mask &= mask - 1) {
+      const int t = __builtin_ctzll(mask);
+      const T* row = static_cast<const T*>(rows[t]);
+      __m512 even = _mm512_setzero_ps(), odd = _mm512_setzero_ps();
+      int i = 0;
+      for (; i + 32 <= dim; i += 32) {
+        even = _mm512_fmadd_ps(Load(row + i, 0xffff), _mm512_loadu_ps(query + i), even);
+        odd = _mm512_fmadd_ps(Load(row + i + 16, 0xffff), _mm512_loadu_ps(query + i + 16), odd);
+      }
+      for (; i < dim; i += 16)
+        even = _mm512_fmadd_ps(Load(row + i, First(dim - i)), Load(query + i, First(dim - i)), even);
+      dots[t] = _mm512_reduce_add_ps(_mm512_add_ps(even, odd));
+    }
+  }
+
+  // sum += factor * weights[t] * row for the rows of `mask`
+  template <typename T>
+  KVFUSE_AVX512 static void AddRows(const void* const* rows, uint64_t mask, const float* weights, float factor,
+                                    float* sum, int dim) {
+    for (int c = 0; c < dim; c += 64) {
+      __mmask16 lanes[4];
+      __m512 total[4];
+      for (int i = 0; i < 4; ++i) {
+        lanes[i] = First(std::max(0, dim - c - 16 * i));
+        total[i] = Load(sum + c + 16 * i, lanes[i]);
+      }
+      for (uint64_t left = mask; left != 0; left &= left - 1) {
+        const int t = __builtin_ctzll(left);
+        const T* row = static_cast<const T*>(rows[t]) + c;
+        const __m512 weight = _mm512_set1_ps(factor * weights[t]);
+        for (int i = 0; i < 4; ++i)
+          if (lanes[i] != 0) total[i] = _mm512_fmadd_ps(weight, Load(row + 16 * i, lanes[i]), total[i]);
+      }
+      for (int i = 0; i < 4; ++i) _mm512_mask_storeu_ps(sum + c + 16 * i, lanes[i], total[i]);
+    }
+  }
+
+  KVFUSE_AVX512 static tiles::SoftmaxSums Softmax(const tiles::SoftmaxArgs& args, float* weights) {
+    const __m512 hidden = _mm512_set1_ps(kNegativeInfinity), scale = _mm512_set1_ps(args.scale);
+    const __m512 query_scale = _mm512_set1_ps(args.query_scale), cap = _mm512_set1_ps(args.softcap);
+    __m512 scores[kPageTokens / 16], largest = hidden;
+    __mmask16 nan = 0;
+    for (int i = 0; i < kPageTokens / 16; ++i) {
+      const int t = 16 * i;
+      const auto low = static_cast<__mmask16>(args.low_mask >> t), exact = static_cast<__mmask16>(args.exact_mask >> t);
+      const auto seen = static_cast<__mmask16>(low | exact);
+      __m512 score = _mm512_mul_ps(scale, _mm512_mul_ps(query_scale, _mm512_maskz_loadu_ps(low, args.low + t)));
+      if (args.addend != nullptr) score = _mm512_add_ps(score, _mm512_maskz_loadu_ps(low, args.addend + t));
+      score = _mm512_mask_mul_ps(score, exact, scale, _mm512_maskz_loadu_ps(exact, args.exact + t));
+      if (args.softcap > 0.0f) score = _mm512_mul_ps(cap, Tanh16(_mm512_div_ps(score, cap)));
+      if (args.bias != nullptr)
+        score = _mm512_add_ps(
+            score, args.bias_stride == 0 ? _mm512_set1_ps(*args.bias) : _mm512_maskz_loadu_ps(seen, args.bias + t));
+      scores[i] = _mm512_mask_mov_ps(hidden, seen, score);
+      nan |= _mm512_cmp_ps_mask(scores[i], scores[i], _CMP_UNORD_Q);
+      largest = _mm512_max_ps(scores[i], largest);  // the second operand is kept beside a NaN
+    }
+    float maximum = _mm512_reduce_max_ps(largest);
+    if (maximum == kNegativeInfinity) {
+      if (nan == 0) return {kNegativeInfinity, 0.0f};
+      maximum = 0.0f;
+    }
+    const __m512 top = _mm512_set1_ps(maximum);
     __m512 sum = _mm512_setzero_ps();
-    for (int i = 0; i < count; i += 16) {
-      const __mmask16 mask = count - i >= 16 ? 0xffff : static_cast<__mmask16>((1u << (count - i)) - 1);
-      sum = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(mask, a + i), _mm512_maskz_loadu_ps(mask, b + i), sum);
+    for (int i = 0; i < kPageTokens / 16; ++i) {
+      const __m512 weight = Exp16(_mm512_sub_ps(scores[i], top));
+      sum = _mm512_add_ps(sum, weight);
+      _mm512_store_ps(weights + 16 * i, weight);
     }
-    return _mm512_reduce_add_ps(sum);
+    return {maximum, _mm512_reduce_add_ps(sum)};
   }
 
-  KVFUSE_AVX512 static void Add(float weight, const float* row, float* sum, int count) {
-    const __m512 w = _mm512_set1_ps(weight);
-    for (int i = 0; i < count; i += 16) {
-      const __mmask16 mask = count - i >= 16 ? 0xffff : static_cast<__mmask16>((1u << (count - i)) - 1);
-      const __m512 grown =
-          _mm512_fmadd_ps(w, _mm512_maskz_loadu_ps(mask, row + i), _mm512_maskz_loadu_ps(mask, sum + i));
-      _mm512_mask_storeu_ps(sum + i, mask, grown);
+  // One group's weights times scales as 16-bit integers in two planes. False when they are too small to divide by.
+  KVFUSE_AVX512 static bool Split(const SideFormat& side, const uint8_t* bytes, int group, uint64_t mask,
+                                  const float* weights, float factor, Planes& planes) {
+    __m512 products[kPageTokens / 16], largest = _mm512_setzero_ps();
+    __mmask16 nan = 0;
+    for (int i = 0; i < kPageTokens / 16; ++i) {
+      const auto seen = static_cast<__mmask16>(mask >> (16 * i));
+      products[i] = _mm512_maskz_mul_ps(seen, _mm512_load_ps(weights + 16 * i), Scales16(side, bytes, group, 16 * i));
+      nan |= _mm512_cmp_ps_mask(products[i], products[i], _CMP_UNORD_Q);
+      largest = _mm512_max_ps(largest, _mm512_abs_ps(products[i]));
     }
+    const float size = _mm512_reduce_max_ps(largest);
+    if (nan != 0) {
+      planes.factor = std::numeric_limits<float>::quiet_NaN();
+      planes.sum = 0;
+      std::memset(planes.high, 0, kPageTokens);
+      std::memset(planes.low, 0, kPageTokens);
+      return true;
+    }
+    if (size < 1e-30f && size > 0.0f) return false;
+    const float step = size == 0.0f ? 0.0f : size / 32512.0f;  // 127 * 256
+    const __m512 inverse = _mm512_set1_ps(size == 0.0f ? 0.0f : 32512.0f / size);
+    __m512i sum = _mm512_setzero_si512();
+    for (int i = 0; i < kPageTokens / 16; ++i) {
+      const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(products[i], inverse));
+      sum = _mm512_add_epi32(sum, whole);
+      const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
+      _mm_store_si128(reinterpret_cast<__m128i*>(planes.high + 16 * i), _mm512_cvtepi32_epi8(high));
+      _mm_store_si128(reinterpret_cast<__m128i*>(planes.low + 16 * i), _mm512_cvtepi32_epi8(whole));
+    }
+    planes.sum = _mm512_reduce_add_epi32(sum);
+    planes.factor = step * factor;
+    return true;
   }
 
-  // exp(x) for x <= 0, NaN for NaN: 2^n * p(r) with |r| <= ln 2 / 2, p the Taylor series of degree 7
-  // (remainder below 6e-9 relative).
-  KVFUSE_AVX512 static __m512 Exp(__m512 x) {
-    const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)),
-                                          _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693145752f), x);  // ln 2 in two parts
-    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(1.42860677e-6f), r);
-    __m512 p = _mm512_set1_ps(1.0f / 5040.0f);
-    for (const float c : {1.0f / 720.0f, 1.0f / 120.0f, 1.0f / 24.0f, 1.0f / 6.0f, 0.5f, 1.0f, 1.0f})
-      p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
-    return _mm512_scalef_ps(p, n);
+  static void AddSplitValues(const SideFormat& side, const uint8_t* bytes, uint64_t seen, const Planes* planes, int n,
+                             float* const* sums, const uint8_t* next) {
+    using Function =
+        void (*)(const SideFormat&, const uint8_t*, uint64_t, const Planes*, float* const*, const uint8_t*);
+    static constexpr Function four[] = {AddSplitValuesOf<1, 4>, AddSplitValuesOf<2, 4>, AddSplitValuesOf<3, 4>,
+                                        AddSplitValuesOf<4, 4>};
+    static constexpr Function eight[] = {AddSplitValuesOf<1, 8>, AddSplitValuesOf<2, 8>, AddSplitValuesOf<3, 8>,
+                                         AddSplitValuesOf<4, 8>};
+    (side.bits == 4 ? four : eight)[n - 1](side, bytes, seen, planes, sums, next);
   }
 
-  // Turns a tile's scores into exp(score - maximum), leaving kNegativeInfinity where it is, and sums them up.
-  KVFUSE_AVX512 static float Weights(float* scores, float maximum) {
-    const __m512 top = _mm512_set1_ps(maximum), hidden = _mm512_set1_ps(kNegativeInfinity);
-    const __m512 least = _mm512_set1_ps(-104.0f);  // exp() is 0 in f32 from here on
-    __m512 sum = _mm512_setzero_ps();
-    for (int t = 0; t < kPageTokens; t += 16) {
-      const __m512 score = _mm512_load_ps(scores + t), x = _mm512_sub_ps(score, top);
-      const __mmask16 seen = _mm512_cmp_ps_mask(score, hidden, _CMP_NEQ_UQ);
-      const __mmask16 zero = _mm512_cmp_ps_mask(x, least, _CMP_LT_OQ);
-      const __m512 weight = _mm512_mask_mov_ps(Exp(x), zero, _mm512_setzero_ps());
-      sum = _mm512_mask_add_ps(sum, seen, sum, weight);
-      _mm512_store_ps(scores + t, _mm512_mask_mov_ps(hidden, seen, weight));
+  // The same in f32: sum[c] += factor * weights[t] * scale * code for the tokens of `mask`.
+  KVFUSE_AVX512 static void AddValues(const SideFormat& side, const uint8_t* bytes, uint64_t mask, const float* weights,
+                                      float factor, float* sum) {
+    const int width = 8 / side.bits;  // codes to a byte
+    const __m512i code_mask = _mm512_set1_epi32((1 << side.bits) - 1);
+    const __m512i offset = _mm512_set1_epi32(side.bits == 4 ? 8 : 128);
+    for (int c = 0; c < side.dim;) {
+      const tiles::ValueChunk chunk = tiles::ValueChunkAt(side, c);
+      const __mmask16 lanes = First(chunk.lanes);
+      for (int half = 0; half < width; ++half) {
+        float* at = sum + c + half * chunk.lanes;
+        __m512 total = _mm512_maskz_loadu_ps(lanes, at);
+        for (uint64_t left = mask; left != 0; left &= left - 1) {
+          const int t = __builtin_ctzll(left);
+          const __m512i line = _mm512_maskz_loadu_epi32(lanes, bytes + chunk.offset + int64_t{t / 4} * 4 * chunk.lanes);
+          const __m512i code =
+              _mm512_and_si512(_mm512_srl_epi32(line, _mm_cvtsi32_si128(t % 4 * 8 + half * 4)), code_mask);
+          const float scale = reference::ScaleOf(side, bytes + tiles::ScaleOffset(side, c / side.group_width(), t), 0);
+          const __m512 value = _mm512_mul_ps(_mm512_set1_ps(scale), _mm512_cvtepi32_ps(_mm512_sub_epi32(code, offset)));
+          total = _mm512_fmadd_ps(_mm512_set1_ps(factor * weights[t]), value, total);
+        }
+        _mm512_mask_storeu_ps(at, lanes, total);
+      }
+      c += chunk.width;
     }
-    return _mm512_reduce_add_ps(sum);
   }
 };
 
 }  // namespace
 
-void Attend(const AttendArgs& args) { tiles::TileAttention<Isa>(args).Run(); }
+KernelTable Table() { return tiles::Table<Isa>("avx512_vnni"); }
 
 }  // namespace kvfuse::avx512_vnni

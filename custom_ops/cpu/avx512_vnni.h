@@ -3,5 +3,7 @@
 #include "kvfuse/kernels.h"
 
 namespace kvfuse::avx512_vnni {
-void Attend(const AttendArgs& args);
+
+KernelTable Table();
+
 }  // namespace kvfuse::avx512_vnni

@@ -44,6 +44,8 @@ class KVFUSE_EXPORT CpuLayerCache final : public LayerCache {
     int64_t encode_from = 0, encode_to = 0;  // positions that enter the low-bit store
   };
 
+  struct Cut;
+
   int64_t KeepExactFrom(int64_t length) const;
   int64_t ExactPageBytes(bool key) const {
     return int64_t{format_.kv_num_heads} * kExactPageTokens * (key ? format_.key.dim : format_.value.dim) * 4;

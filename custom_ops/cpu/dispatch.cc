@@ -1,10 +1,10 @@
 // The only file that asks the CPU what it can do, and decides which kernels run.
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 
 #include "kvfuse/error.h"
 #include "kvfuse/kernels.h"
-#include "tiles.h"
 
 #if defined(KVFUSE_X86)
 #include "avx512_vnni.h"
@@ -33,11 +33,10 @@ std::string NeedsAvx512Vnni() {
 // Best first.
 const Candidate kCandidates[] = {
 #if defined(KVFUSE_X86)
-    {{"avx512_vnni", reference::Rotate, reference::QuantizeRow, tiles::StoreRow, tiles::LoadRow, avx512_vnni::Attend},
-     NeedsAvx512Vnni},
+    {avx512_vnni::Table(), NeedsAvx512Vnni},
 #endif
     {{"reference", reference::Rotate, reference::QuantizeRow, reference::StoreRow, reference::LoadRow,
-      reference::Attend},
+      reference::EncodeRow, reference::Attend, false},
      Always},
 };
 
@@ -61,6 +60,24 @@ const KernelTable& Kernels() {
   static const KernelTable& table = Choose();
   return table;
 }
+
+namespace {
+
+std::atomic<bool>& ExactWeightsFlag() {
+  static std::atomic<bool> flag = [] {
+    const char* wanted = std::getenv("KVFUSE_WEIGHTS");
+    const std::string text = wanted == nullptr ? "" : wanted;
+    if (!text.empty() && text != "integer" && text != "exact")
+      Fail("[KVFUSE_WEIGHTS] expected integer or exact; found '", text, "'");
+    return text == "exact";
+  }();
+  return flag;
+}
+
+}  // namespace
+
+bool ExactWeights() { return ExactWeightsFlag().load(std::memory_order_relaxed); }
+void SetExactWeights(bool exact) { ExactWeightsFlag().store(exact); }
 
 std::vector<KernelChoice> KernelChoices() {
   std::vector<KernelChoice> choices;

@@ -13,14 +13,11 @@
 
 namespace kvfuse {
 
-constexpr int64_t kGuardTokens = 256;    // tokens from this position on are not looked at
-constexpr int64_t kGuardAtOnce = 128;    // low-bit tokens of one step that are
-constexpr int64_t kGuardAtLeast = 16;    // fewer say nothing
-constexpr int64_t kGuardNewest = 32;     // of the tokens before a query
-constexpr int64_t kGuardQueries = 4;     // of a chunk
-// Above this a layer is known to fail. The default format gives 0.001-0.15 on real models; layers that need 8-bit
-// keys to keep their text give 0.3 and more (docs/quality-auto.md).
-constexpr double kKeyErrorLimit = 0.25;
+constexpr int64_t kGuardTokens = 256;  // tokens from this position on are not looked at
+constexpr int64_t kGuardAtOnce = 128;  // low-bit tokens of one step that are
+constexpr int64_t kGuardAtLeast = 16;  // fewer say nothing
+constexpr int64_t kGuardNewest = 32;   // of the tokens before a query
+constexpr int64_t kGuardQueries = 4;   // of a chunk
 
 // One token as a query sees it.
 struct GuardedToken {

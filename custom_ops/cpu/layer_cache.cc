@@ -2,10 +2,13 @@
 #include <cmath>
 #include <cstring>
 #include <sstream>
+#include <thread>
 
 #include "cpu_layer_cache.h"
 #include "kvfuse/error.h"
 #include "kvfuse/half.h"
+#include "query.h"
+#include "workspace.h"
 
 namespace kvfuse {
 namespace {
@@ -22,22 +25,26 @@ void BlockMean(const std::vector<const float*>& rows, int dim, uint16_t* mean) {
   std::vector<float> sum(dim, 0.0f);
   float count = 0.0f;
   for (const float* row : rows) {
-    if (!std::all_of(row, row + dim, [](float x) { return std::isfinite(x); })) continue;
+    if (!reference::AllFinite(row, dim)) continue;
     for (int i = 0; i < dim; ++i) sum[i] += row[i];
     count += 1.0f;
   }
   for (int i = 0; i < dim; ++i) mean[i] = FloatToHalfSaturated(count == 0.0f ? 0.0f : sum[i] / count);
 }
 
-void EncodeRow(const SideFormat& side, bool key, const float* row, const uint16_t* mean, uint8_t* side_bytes,
+void EncodeRow(const SideFormat& side, bool key, const float* row, const std::vector<float>& mean, uint8_t* side_bytes,
                int token) {
-  std::vector<float> work(row, row + side.dim);
-  std::vector<uint8_t> stored(side.row_bytes());
-  if (mean != nullptr)
-    for (int i = 0; i < side.dim; ++i) work[i] -= HalfToFloat(mean[i]);
-  if (side.rotated()) Kernels().rotate(work.data(), side.dim);
-  Kernels().quantize_row(side, work.data(), stored.data(), stored.data() + side.code_bytes());
-  Kernels().store_row(side, key, side_bytes, token, stored.data());
+  Workspace::Scope scope;
+  float* work = Workspace::OfThread().Take<float>(side.dim);
+  std::copy(row, row + side.dim, work);
+  for (size_t i = 0; i < mean.size(); ++i) work[i] -= mean[i];
+  Kernels().encode_row(side, key, work, side_bytes, token);
+}
+
+// Pieces that a step wants to be cut into, so that threads have enough to share.
+int64_t WantedPieces() {
+  static const int64_t wanted = 2 * std::max<int64_t>(8, std::thread::hardware_concurrency());
+  return wanted;
 }
 
 class Cpu final : public CacheDevice {
@@ -188,46 +195,87 @@ const float* CpuLayerCache::FloatRow(bool key, int head, int64_t position) const
 void CpuLayerCache::EncodeHead(int head) {
   int64_t block_of_mean = -1;
   std::vector<const float*> rows;
+  std::vector<float> mean;
   for (int64_t j = chunk_.encode_from; j < chunk_.encode_to; ++j) {
-    const uint16_t* mean = nullptr;
-    if (format_.centered()) {
-      const int64_t block = j / format_.block;
-      auto* means = reinterpret_cast<uint16_t*>(means_[block].data()) + int64_t{head} * format_.key.dim;
-      if (block != block_of_mean) {
-        block_of_mean = block;
-        rows.clear();
-        for (int64_t i = block * format_.block; i < (block + 1) * format_.block; ++i)
-          rows.push_back(FloatRow(true, head, i));
-        // After a rollback beyond the slack the block's first rows exist as codes only: their mean stays.
-        if (rows.front() != nullptr) BlockMean(rows, format_.key.dim, means);
-      }
-      mean = means;
+    const int64_t block = j / format_.block;
+    if (format_.centered() && block != block_of_mean) {
+      auto* halves = reinterpret_cast<uint16_t*>(means_[block].data()) + int64_t{head} * format_.key.dim;
+      block_of_mean = block;
+      rows.clear();
+      for (int64_t i = block * format_.block; i < (block + 1) * format_.block; ++i)
+        rows.push_back(FloatRow(true, head, i));
+      // After a rollback beyond the slack the block's first rows exist as codes only: their mean stays.
+      if (rows.front() != nullptr) BlockMean(rows, format_.key.dim, halves);
+      mean.resize(format_.key.dim);
+      std::transform(halves, halves + format_.key.dim, mean.begin(), HalfToFloat);
     }
     uint8_t* page = pages_[j / kPageTokens].data();
     const int token = static_cast<int>(j % kPageTokens);
     EncodeRow(format_.key, true, FloatRow(true, head, j), mean, page + format_.side_offset(true, head), token);
-    EncodeRow(format_.value, false, FloatRow(false, head, j), nullptr, page + format_.side_offset(false, head), token);
+    EncodeRow(format_.value, false, FloatRow(false, head, j), {}, page + format_.side_offset(false, head), token);
   }
 }
 
-std::vector<Phase> CpuLayerCache::Step(const StepArgs& step) {
-  const int64_t tiles = (step.sequence_length + kQueryTile - 1) / kQueryTile;
-  const auto attend = [this, step, tiles](size_t piece) {
+// The attention of a step in pieces: by kv head and query tile, and for few queries by keys as well. How it is cut
+// does not depend on the number of threads at work, so that results do not either.
+struct CpuLayerCache::Cut {
+  int64_t query_tiles, key_begin, key_tiles, splits;
+  int64_t queries;  // of a piece, when it is split
+  std::unique_ptr<float[]> partials;
+
+  AttendArgs Piece(const CpuLayerCache& cache, const StepArgs& step, size_t piece) const {
     AttendArgs args;
     args.step = step;
-    args.cache = View();
-    args.kv_head = static_cast<int>(piece / tiles);
-    args.query_begin = piece % tiles * kQueryTile;
+    args.cache = cache.View();
+    const int64_t split = piece % splits, tile = piece / splits % query_tiles;
+    args.kv_head = static_cast<int>(piece / splits / query_tiles);
+    args.query_begin = tile * kQueryTile;
     args.query_end = std::min(step.sequence_length, args.query_begin + kQueryTile);
-    Kernels().attend(args);
-  };
+    if (splits == 1) return args;
+    args.key_begin = key_begin + split * key_tiles / splits * kPageTokens;
+    if (split + 1 < splits) args.key_end = key_begin + (split + 1) * key_tiles / splits * kPageTokens;
+    args.partials = partials.get() + piece * queries * PartialFloats(cache.format_.value.dim);
+    return args;
+  }
+
+  void Merge(const CpuLayerCache& cache, const StepArgs& step, size_t head) const {
+    const int dim = cache.format_.value.dim;
+    for (int64_t i = 0; i < queries; ++i) {
+      const AttendArgs args = Piece(cache, step, head * splits);
+      const auto partial = [&](int64_t split) {
+        return PartialAt(args.partials + (split * queries + i) * PartialFloats(dim), dim);
+      };
+      Partial result = partial(0);
+      for (int64_t split = 1; split < splits; ++split) result.Add(partial(split));
+      FinishQuery(args, static_cast<int>(i), result);
+    }
+  }
+};
+
+std::vector<Phase> CpuLayerCache::Step(const StepArgs& step) {
+  auto cut = std::make_shared<Cut>();
+  const int64_t heads = format_.kv_num_heads;
+  const int64_t first = format_.window_left < 0 ? 0 : std::max<int64_t>(0, chunk_.past - format_.window_left);
+  cut->query_tiles = CeilDiv(step.sequence_length, kQueryTile);
+  cut->key_begin = first / kPageTokens * kPageTokens;
+  cut->key_tiles = CeilDiv(chunk_.total - cut->key_begin, kPageTokens);
+  cut->queries = step.num_heads / heads * step.sequence_length;
+  cut->splits = 1;
+  if (cut->query_tiles == 1 && Kernels().splits)
+    cut->splits = std::clamp<int64_t>(CeilDiv(WantedPieces(), heads), 1, std::max<int64_t>(1, cut->key_tiles / 8));
+  const size_t pieces = heads * cut->query_tiles * cut->splits;
+  if (cut->splits > 1) cut->partials.reset(new float[pieces * cut->queries * PartialFloats(format_.value.dim)]);
+
+  std::vector<Phase> phases;
   const KeyGuard::Span span = step.guard ? GuardSpan() : KeyGuard::Span{};
-  const auto encode = [this, step, span](size_t head) {
-    EncodeHead(static_cast<int>(head));
-    if (!span.empty()) GuardHead(step, span, static_cast<int>(head));
-  };
-  return {{static_cast<size_t>(format_.kv_num_heads), encode},
-          {static_cast<size_t>(format_.kv_num_heads * tiles), attend}};
+  phases.push_back({static_cast<size_t>(heads), [this, step, span](size_t head) {
+                      EncodeHead(static_cast<int>(head));
+                      if (!span.empty()) GuardHead(step, span, static_cast<int>(head));
+                    }});
+  phases.push_back({pieces, [this, step, cut](size_t piece) { Kernels().attend(cut->Piece(*this, step, piece)); }});
+  if (cut->splits > 1)
+    phases.push_back({static_cast<size_t>(heads), [this, step, cut](size_t head) { cut->Merge(*this, step, head); }});
+  return phases;
 }
 
 CacheView CpuLayerCache::View() const {
@@ -243,6 +291,7 @@ CacheView CpuLayerCache::View() const {
   view.mean_begin = means_.begin();
   view.exact_page_begin = exact_keys_.begin();
   view.exact_begin = exact_begin_;
+  view.encoded_end = chunk_.encode_to;
   view.past = chunk_.past;
   view.total = chunk_.total;
   view.key = chunk_.key;

@@ -5,6 +5,7 @@
 #include <limits>
 #include <vector>
 
+#include "partial.h"
 #include "reference.h"
 
 namespace kvfuse {
@@ -49,7 +50,7 @@ struct Query {
   const float* exact;         // [dim], as given
   std::vector<int8_t> codes;  // int8 codes of the rotated query
   float scale = 1.0f;         // of those codes
-  int64_t position, begin, end, exact_from;
+  int64_t begin, end, exact_from;
   const float* bias;
   float mean_score = 0.0f;  // q . mean of `mean_block`
   int64_t mean_block = -1;
@@ -94,31 +95,47 @@ struct Query {
   }
 };
 
-// s_q * sum over groups of s_k * (int32 dot)
-inline float LowBitScore(const SideFormat& side, const Query& query, const LowBitRow& key) {
-  if (!side.scaled()) return Dot(query.exact, key.values.data(), side.dim);
+// sum over groups of s_k * (int32 dot)
+inline float GroupDots(const SideFormat& side, const int8_t* query, const LowBitRow& key) {
   float score = 0.0f;
   for (int g = 0; g < side.groups(); ++g) {
     const int first = g * side.group_width(), last = std::min(side.dim, first + side.group_width());
     int32_t dot = 0;
-    for (int i = first; i < last; ++i) dot += int32_t{query.codes[i]} * int32_t{key.codes[i]};
+    for (int i = first; i < last; ++i) dot += int32_t{query[i]} * int32_t{key.codes[i]};
     score += key.scales[g] * static_cast<float>(dot);
   }
-  return query.scale * score;
+  return score;
+}
+
+inline float LowBitScore(const SideFormat& side, const Query& query, const LowBitRow& key) {
+  if (!side.scaled()) return Dot(query.exact, key.values.data(), side.dim);
+  return query.scale * GroupDots(side, query.codes.data(), key);
+}
+
+// The keys that a query token sees, [begin, end), and from where on it uses them exactly (sinks apart).
+struct QueryRange {
+  int64_t begin, end, exact_from;
+};
+inline QueryRange RangeOf(const AttendArgs& args, int64_t token) {
+  const CacheFormat& format = *args.cache.format;
+  const int64_t position = args.cache.past + token;
+  return {format.window_left < 0 ? 0 : std::max<int64_t>(0, position - format.window_left),
+          args.step.causal ? position + 1 : args.cache.total,
+          std::max(args.cache.exact_begin, format.ExactFrom(position))};
+}
+
+inline const float* BiasRow(const AttendArgs& args, int head, int64_t token) {
+  const StepArgs& step = args.step;
+  return step.bias == nullptr ? nullptr : step.bias + head * step.bias_head_stride + token * step.bias_query_stride;
 }
 
 inline Query MakeQuery(const AttendArgs& args, int head, int64_t token) {
-  const CacheView& cache = args.cache;
-  const CacheFormat& format = *cache.format;
+  const CacheFormat& format = *args.cache.format;
+  const QueryRange seen = RangeOf(args, token);
   Query query;
   query.exact = args.step.query.at(head, token);
-  query.position = cache.past + token;
-  query.begin = format.window_left < 0 ? 0 : std::max<int64_t>(0, query.position - format.window_left);
-  query.end = args.step.causal ? query.position + 1 : cache.total;
-  query.exact_from = std::max(cache.exact_begin, format.ExactFrom(query.position));
-  query.bias = args.step.bias == nullptr
-                   ? nullptr
-                   : args.step.bias + head * args.step.bias_head_stride + token * args.step.bias_query_stride;
+  query.begin = seen.begin, query.end = seen.end, query.exact_from = seen.exact_from;
+  query.bias = BiasRow(args, head, token);
   query.Quantize(format.key);
   query.rotated_sum.assign(format.value.dim, 0.0f);
   query.exact_sum.assign(format.value.dim, 0.0f);
@@ -162,6 +179,24 @@ inline void WriteOutputs(const AttendArgs& args, std::vector<Query>& queries) {
     for (int c = 0; c < side.dim; ++c)
       output[c] = query.sum == 0.0f ? 0.0f : (query.rotated_sum[c] + query.exact_sum[c]) / query.sum;
   }
+}
+
+// The same for query i of a piece of work, from its one partial: the head's sink joins, then rotated back and divided.
+inline void FinishQuery(const AttendArgs& args, int i, const Partial& result) {
+  const SideFormat& side = args.cache.format->value;
+  const StepArgs& step = args.step;
+  const int group = step.num_heads / args.cache.format->kv_num_heads, head = args.kv_head * group + i % group;
+  float* output =
+      step.output + head * step.output_head_stride + (args.query_begin + i / group) * step.output_token_stride;
+  if (step.head_sink != nullptr && step.head_sink[head] != kNegativeInfinity) {
+    const float maximum = std::max(step.head_sink[head], *result.maximum), shrink = std::exp(*result.maximum - maximum);
+    *result.sum *= shrink;
+    for (int64_t c = 0; c < result.floats; ++c) result.rotated[c] *= shrink;
+    *result.sum += std::exp(step.head_sink[head] - maximum);
+  }
+  if (side.rotated()) Kernels().rotate(result.rotated, side.dim);
+  const float share = *result.sum == 0.0f ? 0.0f : 1.0f / *result.sum;
+  for (int c = 0; c < side.dim; ++c) output[c] = (result.rotated[c] + result.exact[c]) * share;
 }
 
 }  // namespace kvfuse

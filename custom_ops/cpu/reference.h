@@ -19,6 +19,22 @@ inline int Code(float x, float scale, float low, float high) {
   return static_cast<int>(std::clamp(std::nearbyintf(x / scale), low, high));
 }
 
+// The scale of one group, as stored: from max |x|, or for full 4-bit codes from the extreme with its sign.
+inline float ScaleFrom(const SideFormat& side, float extreme) {
+  float scale = side.bits == 8 ? std::fabs(extreme) / 127.0f : side.full ? extreme / -8.0f : std::fabs(extreme) / 7.0f;
+  if (side.group_size != 0) scale = HalfToFloat(FloatToHalfSaturated(scale));
+  return scale == 0.0f ? 1.0f : scale;
+}
+
+inline void StoreScale(const SideFormat& side, float scale, int group, uint8_t* scales) {
+  if (side.group_size == 0) {
+    std::memcpy(scales + 4 * group, &scale, sizeof scale);
+  } else {
+    const uint16_t half = FloatToHalf(scale);
+    std::memcpy(scales + 2 * group, &half, sizeof half);
+  }
+}
+
 // Bytes, or two's complement nibbles with the even channel low.
 inline void UnpackCodes(const SideFormat& side, const uint8_t* row, int8_t* codes) {
   if (side.bits == 8) {

@@ -13,23 +13,12 @@ int HadamardBlock(int dim) {
   return block;
 }
 
-// The scale of one group, as stored: from max |x|, or for full 4-bit codes from the extreme with its sign.
-float GroupScale(const SideFormat& side, const float* x, int count) {
+// The element of largest size, the first of equals.
+float Extreme(const float* x, int count) {
   float extreme = 0.0f;
   for (int i = 0; i < count; ++i)
     if (std::fabs(x[i]) > std::fabs(extreme)) extreme = x[i];
-  float scale = side.bits == 8 ? std::fabs(extreme) / 127.0f : side.full ? extreme / -8.0f : std::fabs(extreme) / 7.0f;
-  if (side.group_size != 0) scale = HalfToFloat(FloatToHalfSaturated(scale));
-  return scale == 0.0f ? 1.0f : scale;
-}
-
-void StoreScale(const SideFormat& side, float scale, int group, uint8_t* scales) {
-  if (side.group_size == 0) {
-    std::memcpy(scales, &scale, sizeof scale);
-  } else {
-    const uint16_t half = FloatToHalf(scale);
-    std::memcpy(scales + 2 * group, &half, sizeof half);
-  }
+  return extreme;
 }
 
 }  // namespace
@@ -67,7 +56,8 @@ void QuantizeRow(const SideFormat& side, const float* row, uint8_t* codes, uint8
   const float low = side.bits == 4 && side.full ? -8.0f : -high;
   for (int g = 0; g < side.groups(); ++g) {
     const int first = g * side.group_width(), last = std::min(side.dim, first + side.group_width());
-    const float scale = finite ? GroupScale(side, row + first, last - first) : std::numeric_limits<float>::quiet_NaN();
+    const float scale =
+        finite ? ScaleFrom(side, Extreme(row + first, last - first)) : std::numeric_limits<float>::quiet_NaN();
     StoreScale(side, scale, g, scales);
     for (int i = first; finite && i < last; ++i) {
       const int code = Code(row[i], scale, low, high);
@@ -86,6 +76,13 @@ void StoreRow(const SideFormat& side, bool, uint8_t* side_bytes, int token, cons
 
 void LoadRow(const SideFormat& side, bool, const uint8_t* side_bytes, int token, uint8_t* row) {
   std::memcpy(row, side_bytes + int64_t{token} * side.row_bytes(), side.row_bytes());
+}
+
+void EncodeRow(const SideFormat& side, bool key, float* row, uint8_t* side_bytes, int token) {
+  std::vector<uint8_t> stored(side.row_bytes());
+  if (side.rotated()) Rotate(row, side.dim);
+  QuantizeRow(side, row, stored.data(), stored.data() + side.code_bytes());
+  StoreRow(side, key, side_bytes, token, stored.data());
 }
 
 }  // namespace kvfuse::reference

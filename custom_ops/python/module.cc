@@ -192,6 +192,8 @@ PYBIND11_MODULE(_native, m) {
   m.def("read_layer", ReadLayer, py::arg("id"), py::arg("layer"), py::arg("count"));
   m.def("dump_layer", DumpLayer, py::arg("id"), py::arg("layer"));
   m.def("kernel_name", [] { return kvfuse::Kernels().name; });
+  m.def("exact_weights", kvfuse::ExactWeights);
+  m.def("set_exact_weights", kvfuse::SetExactWeights);
   m.def("kernels", [] {
     py::list choices;
     for (const kvfuse::KernelChoice& choice : kvfuse::KernelChoices())

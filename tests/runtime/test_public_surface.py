@@ -12,6 +12,7 @@ SURFACE = {
     "LibraryError",
     "ModelError",
     "OptionError",
+    "PrecisionWarning",
     "RefusedError",
     "RewriteReport",
     "SequenceError",

@@ -7,6 +7,7 @@ import onnx
 import pytest
 
 import kvfuse
+from kvfuse import _native
 from models.tiny_decoder import build
 
 HERE = Path(__file__).parent
@@ -25,3 +26,12 @@ def decoder_path(tmp_path_factory) -> Path:
 @pytest.fixture
 def decoder(decoder_path) -> kvfuse.InferenceSession:
     return kvfuse.InferenceSession(decoder_path)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def exact_weights():
+    """Softmax weights in f32, as in the model; test_weights.py tells what the integers change."""
+    before = _native.exact_weights()
+    _native.set_exact_weights(True)
+    yield
+    _native.set_exact_weights(before)

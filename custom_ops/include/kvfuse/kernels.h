@@ -27,16 +27,19 @@ struct CacheView {
   int64_t page_begin = 0, mean_begin = 0;           // numbers of the first page and the first mean
   int64_t exact_page_begin = 0;                     // number of the first exact page
   int64_t exact_begin = 0;                          // exact rows are held from here on
+  int64_t encoded_end = 0;                          // low-bit rows are held up to here
   int64_t past = 0, total = 0;                      // tokens before this chunk, and with it
   Rows key, value;                                  // the chunk: positions past .. total - 1, token index 0 first
 };
 
-// A part of a step: all query heads of one kv head, query tokens [query_begin, query_end).
+// A part of a step: all query heads of one kv head, query tokens [query_begin, query_end), keys [key_begin, key_end).
 struct AttendArgs {
   StepArgs step;
   CacheView cache;
   int kv_head = 0;
   int64_t query_begin = 0, query_end = 0;
+  int64_t key_begin = 0, key_end = INT64_MAX;  // multiples of kPageTokens, or beyond all keys
+  float* partials = nullptr;  // where the softmax over those keys goes, query by query; null: into the output
 };
 
 struct KernelTable {
@@ -48,8 +51,11 @@ struct KernelTable {
   // Puts a row (codes, then scales, as quantize_row gives them) into the page bytes of its side, and takes it out.
   void (*store_row)(const SideFormat& side, bool key, uint8_t* side_bytes, int token, const uint8_t* row);
   void (*load_row)(const SideFormat& side, bool key, const uint8_t* side_bytes, int token, uint8_t* row);
-  // Scores, softmax and weighted sum for one kv head and a range of queries.
+  // Rotates, quantizes and stores one row at once; `row` is overwritten.
+  void (*encode_row)(const SideFormat& side, bool key, float* row, uint8_t* side_bytes, int token);
+  // Scores, softmax and weighted sum for one kv head, a range of queries and a range of keys.
   void (*attend)(const AttendArgs& args);
+  bool splits;  // whether `attend` takes less than all keys
 };
 
 struct KernelChoice {
@@ -62,11 +68,17 @@ struct KernelChoice {
 KVFUSE_EXPORT const KernelTable& Kernels();
 KVFUSE_EXPORT std::vector<KernelChoice> KernelChoices();
 
+// Whether softmax weights multiply low-bit values in f32 rather than as 16-bit integers: KVFUSE_WEIGHTS=exact, or as
+// set here. Slower; see tile_attend.h for what the integers cost in accuracy.
+KVFUSE_EXPORT bool ExactWeights();
+KVFUSE_EXPORT void SetExactWeights(bool exact);
+
 namespace reference {
 void Rotate(float* row, int dim);
 void QuantizeRow(const SideFormat& side, const float* row, uint8_t* codes, uint8_t* scales);
 void StoreRow(const SideFormat& side, bool key, uint8_t* side_bytes, int token, const uint8_t* row);
 void LoadRow(const SideFormat& side, bool key, const uint8_t* side_bytes, int token, uint8_t* row);
+void EncodeRow(const SideFormat& side, bool key, float* row, uint8_t* side_bytes, int token);
 void Attend(const AttendArgs& args);
 }  // namespace reference
 

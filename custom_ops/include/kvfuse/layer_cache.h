@@ -50,6 +50,10 @@ struct Phase {
   std::function<void(size_t)> run;
 };
 
+// A layer whose key_error is above this is known to fail. The default format gives 0.001-0.15 on real models; layers
+// that need 8-bit keys to keep their text give 0.3 and more (docs/quality-auto.md).
+constexpr double kKeyErrorLimit = 0.25;
+
 class LayerCache;
 
 // Where layer caches live: makes empty ones, and takes over the state of others.
