@@ -111,11 +111,11 @@ def _is_constant(value: ir.Value, depth: int = 0) -> bool:
 
 
 def _is_vector(value: ir.Value | None) -> bool:
-    """A constant along channels: more than one number, all in the last axis."""
+    """A constant of more than one number: what a projection, or anything behind it, adds to every token."""
     if value is None or not _is_constant(value) or value.shape is None:
         return False
     sizes = [size for size in value.shape if isinstance(size, int)]
-    return len(sizes) == len(value.shape) > 0 and sizes[-1] > 1 and int(np.prod(sizes)) == sizes[-1]
+    return len(sizes) == len(value.shape) and int(np.prod(sizes)) > 1
 
 
 def _weigh(
