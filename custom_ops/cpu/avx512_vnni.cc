@@ -26,6 +26,11 @@ KVFUSE_AVX512_INLINE __m512 Load(const uint16_t* at, __mmask16 mask) {
   return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, at));
 }
 
+// sum += u8 x s8 over 4 channels, lane by lane. Spelt out because the compiler's intrinsic costs register copies.
+KVFUSE_AVX512_INLINE void AddDot(__m512i& sum, __m512i codes, __m512i weights) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(weights));
+}
+
 KVFUSE_AVX512_INLINE __m512i Broadcast4(const int8_t* at) {
   int32_t four;
   std::memcpy(&four, at, sizeof four);
@@ -38,18 +43,23 @@ KVFUSE_AVX512_INLINE __m512 Scales16(const SideFormat& side, const uint8_t* byte
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
 }
 
-// exp(x) for x <= 0, NaN for NaN: 2^n * p(r) with |r| <= ln 2 / 2, p the Taylor series of degree 7 (remainder below
-// 6e-9 relative). Below -104 it is 0 in f32, and scalef gives that.
+// Zero for tokens that `mask` does not name: theirs may be NaN.
+KVFUSE_AVX512_INLINE __m512 SeenScales16(const SideFormat& side, const uint8_t* bytes, int group, int line,
+                                         uint64_t mask) {
+  return _mm512_maskz_mov_ps(static_cast<__mmask16>(mask >> (16 * line)), Scales16(side, bytes, group, 16 * line));
+}
+
+// exp(x) for x <= 0, NaN for NaN: 2^floor(t) * p(t - floor(t)) with t = x log2(e); p is the polynomial of degree 6 with
+// the least relative error over [0, 1) (8e-9 with its coefficients in f32), t rounds by |t| 2^-24. Below -104 the
+// result is 0 in f32.
 KVFUSE_AVX512_INLINE __m512 Exp16(__m512 x) {
   x = _mm512_max_ps(_mm512_set1_ps(-104.0f), x);  // the second operand is kept when it is NaN
-  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)),
-                                        _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693145752f), x);  // ln 2 in two parts
-  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(1.42860677e-6f), r);
-  __m512 p = _mm512_set1_ps(1.0f / 5040.0f);
-  for (const float c : {1.0f / 720.0f, 1.0f / 120.0f, 1.0f / 24.0f, 1.0f / 6.0f, 0.5f, 1.0f, 1.0f})
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
-  return _mm512_scalef_ps(p, n);
+  const __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
+  const __m512 f = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  __m512 p = _mm512_set1_ps(2.1702255e-4f);
+  for (const float c : {1.2439688e-3f, 9.6788406e-3f, 5.5483341e-2f, 0.24022983f, 0.69314700f, 1.0f})
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(c));
+  return _mm512_scalef_ps(p, t);
 }
 
 // tanh, off by less than 2e-7: (1 - e) / (1 + e) with e = exp(-2 |x|), and a Taylor series near 0.
@@ -79,19 +89,20 @@ KVFUSE_AVX512 void KeyScoresOf(const SideFormat& side, const uint8_t* bytes, con
     for (int i = 0; i < N; ++i)
       for (int l = 0; l < kLines; ++l) dots[i][l] = _mm512_set1_epi32(-kOffset * code_sums[i][g]);
     for (int c = first; c < last; c += kChannels, line += 64 * kLines) {
-      if (next != nullptr) {
-        const char* ahead = reinterpret_cast<const char*>(next + (line - bytes));
-        for (int l = 0; l < kLines; ++l) _mm_prefetch(ahead + 64 * l, _MM_HINT_T0);
-      }
+      const char* ahead = reinterpret_cast<const char*>(next + (line - bytes));
+      __m512i q[N], r[N];
+      for (int i = 0; i < N; ++i) q[i] = Broadcast4(codes[i] + c);
+      for (int i = 0; i < N && kBits == 4; ++i) r[i] = Broadcast4(codes[i] + c + 4);
       for (int l = 0; l < kLines; ++l) {
+        _mm_prefetch(ahead + 64 * l, _MM_HINT_T0);
         const __m512i u = _mm512_load_si512(line + 64 * l);
         if (kBits == 4) {
           const __m512i low = _mm512_and_si512(u, nibbles);
           const __m512i high = _mm512_and_si512(_mm512_srli_epi16(u, 4), nibbles);
-          for (int i = 0; i < N; ++i) dots[i][l] = _mm512_dpbusd_epi32(dots[i][l], low, Broadcast4(codes[i] + c));
-          for (int i = 0; i < N; ++i) dots[i][l] = _mm512_dpbusd_epi32(dots[i][l], high, Broadcast4(codes[i] + c + 4));
+          for (int i = 0; i < N; ++i) AddDot(dots[i][l], low, q[i]);
+          for (int i = 0; i < N; ++i) AddDot(dots[i][l], high, r[i]);
         } else {
-          for (int i = 0; i < N; ++i) dots[i][l] = _mm512_dpbusd_epi32(dots[i][l], u, Broadcast4(codes[i] + c));
+          for (int i = 0; i < N; ++i) AddDot(dots[i][l], u, q[i]);
         }
       }
     }
@@ -115,33 +126,33 @@ KVFUSE_AVX512 void AddSplitValuesOf(const SideFormat& side, const uint8_t* bytes
   const int begin = __builtin_ctzll(seen) / 4, end = (63 - __builtin_clzll(seen)) / 4 + 1;
   for (int c = 0; c < side.dim;) {
     const tiles::ValueChunk chunk = tiles::ValueChunkAt(side, c);
-    const int group = c / side.group_width();
+    const Planes& plane = planes[c / side.group_width()];
     const __mmask16 lanes = First(chunk.lanes);
+    const int64_t stride = 4 * chunk.lanes;
+    const uint8_t* line = bytes + chunk.offset + begin * stride;
+    const int8_t* words = plane.high + 4 * begin;
+    const int64_t ahead = next - bytes;
     __m512i high[N][kHalves], low[N][kHalves];
     for (int i = 0; i < N; ++i)
       for (int h = 0; h < kHalves; ++h) high[i][h] = low[i][h] = _mm512_setzero_si512();
-    for (int l = begin; l < end; ++l) {
-      const int64_t at = chunk.offset + int64_t{l} * 4 * chunk.lanes;
-      if (next != nullptr) _mm_prefetch(reinterpret_cast<const char*>(next + at), _MM_HINT_T0);
+    for (int l = begin; l < end; ++l, line += stride, words += 4) {
+      _mm_prefetch(reinterpret_cast<const char*>(line + ahead), _MM_HINT_T0);
       __m512i codes[2];
-      codes[0] = _mm512_maskz_loadu_epi32(lanes, bytes + at);
+      codes[0] = _mm512_maskz_loadu_epi32(lanes, line);
       if (kBits == 4) {
         codes[1] = _mm512_and_si512(_mm512_srli_epi16(codes[0], 4), nibbles);
         codes[0] = _mm512_and_si512(codes[0], nibbles);
       }
       for (int i = 0; i < N; ++i) {
-        const Planes& plane = planes[i * side.groups() + group];
-        const __m512i h4 = Broadcast4(plane.high + 4 * l), l4 = Broadcast4(plane.low + 4 * l);
-        for (int h = 0; h < kHalves; ++h) {
-          high[i][h] = _mm512_dpbusd_epi32(high[i][h], codes[h], h4);
-          low[i][h] = _mm512_dpbusd_epi32(low[i][h], codes[h], l4);
-        }
+        const __m512i h4 = Broadcast4(words + i * tiles::kPlaneStride);
+        const __m512i l4 = Broadcast4(words + i * tiles::kPlaneStride + kPageTokens);
+        for (int h = 0; h < kHalves; ++h) AddDot(high[i][h], codes[h], h4);
+        for (int h = 0; h < kHalves; ++h) AddDot(low[i][h], codes[h], l4);
       }
     }
     for (int i = 0; i < N; ++i) {
-      const Planes& plane = planes[i * side.groups() + group];
-      const __m512i offset = _mm512_set1_epi32(kOffset * plane.sum);
-      const __m512 factor = _mm512_set1_ps(plane.factor);
+      const __m512i offset = _mm512_set1_epi32(kOffset * plane.sums[i]);
+      const __m512 factor = _mm512_set1_ps(plane.factors[i]);
       for (int h = 0; h < kHalves; ++h) {
         // at most 64 tokens * 32639 * 255 < 2^30
         const __m512i dot = _mm512_sub_epi32(_mm512_add_epi32(_mm512_slli_epi32(high[i][h], 8), low[i][h]), offset);
@@ -218,15 +229,25 @@ struct Isa {
     }
   }
 
-  // int8 codes of a rotated query; gives their scale.
-  KVFUSE_AVX512 static float QuantizeQuery(const float* row, int dim, int8_t* codes) {
-    if (!Finite(row, dim)) {
-      std::memset(codes, 0, dim);
+  // int8 codes of a rotated query and their sums by key group; gives their scale.
+  KVFUSE_AVX512 static float QuantizeQuery(const SideFormat& side, const float* row, int8_t* codes, int32_t* sums) {
+    if (!Finite(row, side.dim)) {
+      std::memset(codes, 0, side.dim);
+      std::fill(sums, sums + side.groups(), 0);
       return std::numeric_limits<float>::quiet_NaN();
     }
-    float scale = std::fabs(Extreme(row, dim)) / 127.0f;
+    float scale = std::fabs(Extreme(row, side.dim)) / 127.0f;
     if (scale == 0.0f) scale = 1.0f;
-    Codes(row, dim, scale, -127, 127, 0, reinterpret_cast<uint8_t*>(codes));
+    Codes(row, side.dim, scale, -127, 127, 0, reinterpret_cast<uint8_t*>(codes));
+    for (int g = 0; g < side.groups(); ++g) {
+      const int first = g * side.group_width(), last = std::min(side.dim, first + side.group_width());
+      __m512i sum = _mm512_setzero_si512();
+      for (int c = first; c < last; c += 64) {
+        const __mmask64 there = last - c >= 64 ? ~__mmask64{0} : (__mmask64{1} << (last - c)) - 1;
+        AddDot(sum, _mm512_set1_epi8(1), _mm512_maskz_loadu_epi8(there, codes + c));
+      }
+      sums[g] = _mm512_reduce_add_epi32(sum);
+    }
     return scale;
   }
 
@@ -236,7 +257,10 @@ struct Isa {
     return _mm512_test_epi8_mask(loaded, loaded);
   }
 
-  KVFUSE_AVX512 static float Exp(float x) { return _mm512_cvtss_f32(Exp16(_mm512_set1_ps(x))); }
+  // For at most 16 numbers.
+  KVFUSE_AVX512 static void Exp(const float* x, int count, float* out) {
+    _mm512_mask_storeu_ps(out, First(count), Exp16(Load(x, First(count))));
+  }
 
   static void KeyScores(const SideFormat& side, const uint8_t* bytes, const int8_t* const* codes,
                         const int32_t* const* sums, int n, float* scores, const uint8_t* next) {
@@ -288,33 +312,42 @@ struct Isa {
   }
 
   KVFUSE_AVX512 static tiles::SoftmaxSums Softmax(const tiles::SoftmaxArgs& args, float* weights) {
+    constexpr int kLines = kPageTokens / 16;
     const __m512 hidden = _mm512_set1_ps(kNegativeInfinity), scale = _mm512_set1_ps(args.scale);
     const __m512 query_scale = _mm512_set1_ps(args.query_scale), cap = _mm512_set1_ps(args.softcap);
-    __m512 scores[kPageTokens / 16], largest = hidden;
-    __mmask16 nan = 0;
-    for (int i = 0; i < kPageTokens / 16; ++i) {
-      const int t = 16 * i;
-      const auto low = static_cast<__mmask16>(args.low_mask >> t), exact = static_cast<__mmask16>(args.exact_mask >> t);
-      const auto seen = static_cast<__mmask16>(low | exact);
-      __m512 score = _mm512_mul_ps(scale, _mm512_mul_ps(query_scale, _mm512_maskz_loadu_ps(low, args.low + t)));
-      if (args.addend != nullptr) score = _mm512_add_ps(score, _mm512_maskz_loadu_ps(low, args.addend + t));
-      score = _mm512_mask_mul_ps(score, exact, scale, _mm512_maskz_loadu_ps(exact, args.exact + t));
-      if (args.softcap > 0.0f) score = _mm512_mul_ps(cap, Tanh16(_mm512_div_ps(score, cap)));
-      if (args.bias != nullptr)
-        score = _mm512_add_ps(
-            score, args.bias_stride == 0 ? _mm512_set1_ps(*args.bias) : _mm512_maskz_loadu_ps(seen, args.bias + t));
-      scores[i] = _mm512_mask_mov_ps(hidden, seen, score);
-      nan |= _mm512_cmp_ps_mask(scores[i], scores[i], _CMP_UNORD_Q);
+    __m512 scores[kLines];
+    // Lanes that no mask names hold anything until they are hidden below.
+    for (int i = 0; i < kLines; ++i)
+      scores[i] = _mm512_mul_ps(scale, _mm512_mul_ps(query_scale, _mm512_load_ps(args.low + 16 * i)));
+    for (int i = 0; args.addend != nullptr && i < kLines; ++i)
+      scores[i] = _mm512_add_ps(scores[i], _mm512_load_ps(args.addend + 16 * i));
+    for (int i = 0; args.exact_mask != 0 && i < kLines; ++i) {
+      const auto exact = static_cast<__mmask16>(args.exact_mask >> (16 * i));
+      scores[i] = _mm512_mask_mul_ps(scores[i], exact, scale, _mm512_load_ps(args.exact + 16 * i));
+    }
+    for (int i = 0; args.softcap > 0.0f && i < kLines; ++i)
+      scores[i] = _mm512_mul_ps(cap, Tanh16(_mm512_div_ps(scores[i], cap)));
+    const uint64_t seen = args.low_mask | args.exact_mask;
+    for (int i = 0; args.bias != nullptr && i < kLines; ++i) {
+      const auto mask = static_cast<__mmask16>(seen >> (16 * i));
+      scores[i] = _mm512_add_ps(scores[i], args.bias_stride == 0 ? _mm512_set1_ps(*args.bias)
+                                                                 : _mm512_maskz_loadu_ps(mask, args.bias + 16 * i));
+    }
+    __m512 largest = hidden;
+    for (int i = 0; i < kLines; ++i) {
+      scores[i] = _mm512_mask_mov_ps(hidden, static_cast<__mmask16>(seen >> (16 * i)), scores[i]);
       largest = _mm512_max_ps(scores[i], largest);  // the second operand is kept beside a NaN
     }
     float maximum = _mm512_reduce_max_ps(largest);
     if (maximum == kNegativeInfinity) {
+      __mmask16 nan = 0;
+      for (const __m512 score : scores) nan |= _mm512_cmp_ps_mask(score, score, _CMP_UNORD_Q);
       if (nan == 0) return {kNegativeInfinity, 0.0f};
       maximum = 0.0f;
     }
     const __m512 top = _mm512_set1_ps(maximum);
     __m512 sum = _mm512_setzero_ps();
-    for (int i = 0; i < kPageTokens / 16; ++i) {
+    for (int i = 0; i < kLines; ++i) {
       const __m512 weight = Exp16(_mm512_sub_ps(scores[i], top));
       sum = _mm512_add_ps(sum, weight);
       _mm512_store_ps(weights + 16 * i, weight);
@@ -322,38 +355,38 @@ struct Isa {
     return {maximum, _mm512_reduce_add_ps(sum)};
   }
 
-  // One group's weights times scales as 16-bit integers in two planes. False when they are too small to divide by.
-  KVFUSE_AVX512 static bool Split(const SideFormat& side, const uint8_t* bytes, int group, uint64_t mask,
-                                  const float* weights, float factor, Planes& planes) {
-    __m512 products[kPageTokens / 16], largest = _mm512_setzero_ps();
-    __mmask16 nan = 0;
-    for (int i = 0; i < kPageTokens / 16; ++i) {
-      const auto seen = static_cast<__mmask16>(mask >> (16 * i));
-      products[i] = _mm512_maskz_mul_ps(seen, _mm512_load_ps(weights + 16 * i), Scales16(side, bytes, group, 16 * i));
-      nan |= _mm512_cmp_ps_mask(products[i], products[i], _CMP_UNORD_Q);
-      largest = _mm512_max_ps(largest, _mm512_abs_ps(products[i]));
-    }
+  // The weights of query i times the scales of each group as 16-bit integers in two planes. False when they are too
+  // small to divide by.
+  KVFUSE_AVX512 static bool Split(const SideFormat& side, const uint8_t* bytes, uint64_t mask, const float* weights,
+                                  float factor, int i, Planes* planes) {
+    constexpr int kLines = kPageTokens / 16;
+    __m512 seen[kLines], largest = _mm512_setzero_ps(), total = _mm512_setzero_ps();
+    for (int l = 0; l < kLines; ++l)
+      seen[l] = _mm512_maskz_mov_ps(static_cast<__mmask16>(mask >> (16 * l)), _mm512_load_ps(weights + 16 * l));
+    for (int g = 0; g < side.groups(); ++g)
+      for (int l = 0; l < kLines; ++l) {
+        const __m512 x = _mm512_mul_ps(seen[l], SeenScales16(side, bytes, g, l, mask));
+        largest = _mm512_max_ps(_mm512_abs_ps(x), largest);  // the second operand is kept beside a NaN
+        total = _mm512_add_ps(total, x);
+      }
     const float size = _mm512_reduce_max_ps(largest);
-    if (nan != 0) {
-      planes.factor = std::numeric_limits<float>::quiet_NaN();
-      planes.sum = 0;
-      std::memset(planes.high, 0, kPageTokens);
-      std::memset(planes.low, 0, kPageTokens);
-      return true;
-    }
     if (size < 1e-30f && size > 0.0f) return false;
-    const float step = size == 0.0f ? 0.0f : size / 32512.0f;  // 127 * 256
-    const __m512 inverse = _mm512_set1_ps(size == 0.0f ? 0.0f : 32512.0f / size);
-    __m512i sum = _mm512_setzero_si512();
-    for (int i = 0; i < kPageTokens / 16; ++i) {
-      const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(products[i], inverse));
-      sum = _mm512_add_epi32(sum, whole);
-      const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
-      _mm_store_si128(reinterpret_cast<__m128i*>(planes.high + 16 * i), _mm512_cvtepi32_epi8(high));
-      _mm_store_si128(reinterpret_cast<__m128i*>(planes.low + 16 * i), _mm512_cvtepi32_epi8(whole));
+    const bool nan = _mm512_cmp_ps_mask(total, total, _CMP_UNORD_Q) != 0;
+    const __m512 inverse = _mm512_set1_ps(size == 0.0f ? 0.0f : 32512.0f / size);  // 127 * 256
+    for (int g = 0; g < side.groups(); ++g) {
+      __m512i sum = _mm512_setzero_si512();
+      int8_t* at = planes[g].high + i * tiles::kPlaneStride;
+      for (int l = 0; l < kLines; ++l, at += 16) {
+        const __m512i whole =
+            _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_mul_ps(seen[l], SeenScales16(side, bytes, g, l, mask)), inverse));
+        sum = _mm512_add_epi32(sum, whole);
+        const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
+        _mm_store_si128(reinterpret_cast<__m128i*>(at), _mm512_cvtepi32_epi8(high));
+        _mm_store_si128(reinterpret_cast<__m128i*>(at + kPageTokens), _mm512_cvtepi32_epi8(whole));
+      }
+      planes[g].sums[i] = _mm512_reduce_add_epi32(sum);
+      planes[g].factors[i] = nan ? std::numeric_limits<float>::quiet_NaN() : size / 32512.0f * factor;
     }
-    planes.sum = _mm512_reduce_add_epi32(sum);
-    planes.factor = step * factor;
     return true;
   }
 

@@ -7,6 +7,7 @@
 #include "cpu_layer_cache.h"
 #include "kvfuse/error.h"
 #include "kvfuse/half.h"
+#include "profile.h"
 #include "query.h"
 #include "workspace.h"
 
@@ -122,6 +123,7 @@ int64_t CpuLayerCache::KeepExactFrom(int64_t length) const {
 }
 
 void CpuLayerCache::Prepare(int64_t past, int64_t count, const Rows& key, const Rows& value) {
+  const profile::Timed timed(profile::kPrepare);
   chunk_ = {past, past + count, key, value, 0, 0};
   const int64_t encoded = std::min(encoded_end_, past);
   chunk_.encode_from = encoded;
@@ -193,6 +195,7 @@ const float* CpuLayerCache::FloatRow(bool key, int head, int64_t position) const
 }
 
 void CpuLayerCache::EncodeHead(int head) {
+  const profile::Timed timed(profile::kEncode);
   int64_t block_of_mean = -1;
   std::vector<const float*> rows;
   std::vector<float> mean;
@@ -239,6 +242,7 @@ struct CpuLayerCache::Cut {
   }
 
   void Merge(const CpuLayerCache& cache, const StepArgs& step, size_t head) const {
+    const profile::Timed timed(profile::kMerge);
     const int dim = cache.format_.value.dim;
     for (int64_t i = 0; i < queries; ++i) {
       const AttendArgs args = Piece(cache, step, head * splits);

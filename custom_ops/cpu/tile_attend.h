@@ -11,6 +11,7 @@
 #include <cstring>
 
 #include "partial.h"
+#include "profile.h"
 #include "query.h"
 #include "tiles.h"
 #include "workspace.h"
@@ -43,12 +44,13 @@ struct SoftmaxSums {
   float maximum, sum;  // of the scores, and of the weights exp(score - maximum); kNegativeInfinity, 0 when none is seen
 };
 
-// One query's weights as integers, for one group of channels: weight * scale = factor * (256 * high + low).
+// Weights as integers: weight * scale = factor * (256 * high + low), for one group of channels of one tile.
 struct Planes {
-  int8_t *high, *low;  // [kPageTokens] each
-  float factor;
-  int32_t sum;  // of 256 * high + low
+  int8_t *high, *low;  // [queries][kPlaneStride], kPageTokens of them used
+  float* factors;      // [queries]
+  int32_t* sums;       // [queries]: of 256 * high + low
 };
+constexpr int kPlaneStride = 2 * kPageTokens;
 
 inline uint64_t Range(int64_t begin, int64_t end) {  // bits [begin, end) of 0 .. 64
   begin = std::clamp<int64_t>(begin, 0, 64), end = std::clamp<int64_t>(end, begin, 64);
@@ -66,21 +68,26 @@ class TileAttention {
     int64_t begin = cache_.total, end = 0;
     for (int i = 0; i < count_; ++i) begin = std::min(begin, queries_[i].begin), end = std::max(end, queries_[i].end);
     begin = std::max(begin, args_.key_begin), end = std::min(end, args_.key_end);
-    for (int64_t tile = begin / kPageTokens; tile * kPageTokens < end; ++tile) {
-      const int64_t first = tile * kPageTokens;
-      attended_ = step_.padding == nullptr
-                      ? ~uint64_t{0}
-                      : Isa::NonZero(step_.padding + first, static_cast<int>(std::min<int64_t>(64, end - first)));
-      attended_ &= Range(begin - first, end - first);
+    for (int64_t tile = begin / kPageTokens * kPageTokens; tile < end; tile += kTiles * kPageTokens) {
+      const int tiles = static_cast<int>(std::min<int64_t>(kTiles, (end - tile + kPageTokens - 1) / kPageTokens));
+      for (int i = 0; i < tiles; ++i) {
+        const int64_t first = tile + i * kPageTokens;
+        attended_[i] = step_.padding == nullptr
+                           ? ~uint64_t{0}
+                           : Isa::NonZero(step_.padding + first, static_cast<int>(std::min<int64_t>(64, end - first)));
+        attended_[i] &= Range(begin - first, end - first);
+      }
       for (int i = 0; i < count_; i += Isa::kQueries)
-        Block(queries_ + i, std::min(Isa::kQueries, count_ - i), first, first + kPageTokens < end);
+        Block(queries_ + i, std::min(Isa::kQueries, count_ - i), tile, tiles);
     }
+    const profile::Timed timed(profile::kMerge);
     if (args_.partials == nullptr)
       for (int i = 0; i < count_; ++i) FinishQuery(args_, i, queries_[i].result);
   }
 
  private:
   void MakeQueries() {
+    const profile::Timed timed(profile::kQuery);
     const int group = step_.num_heads / format_.kv_num_heads;
     const SideFormat& side = format_.key;
     count_ = static_cast<int>(args_.query_end - args_.query_begin) * group;
@@ -90,14 +97,15 @@ class TileAttention {
     if (partials == nullptr) partials = space.Take<float>(count_ * partial);
     queries_ = space.Take<TileQuery>(count_);
     row_ = space.Take<float>(std::max(side.dim, format_.value.dim));
-    low_ = space.Take<float>(Isa::kQueries * kPageTokens);
-    weights_ = space.Take<float>(Isa::kQueries * kPageTokens);
-    exact_ = space.Take<float>(kPageTokens);
-    addend_ = space.Take<float>(kPageTokens);
-    planes_ = space.Take<Planes>(Isa::kQueries * format_.value.groups());
-    int8_t* bytes = space.Take<int8_t>(int64_t{2} * kPageTokens * Isa::kQueries * format_.value.groups());
-    for (int i = 0; i < Isa::kQueries * format_.value.groups(); ++i, bytes += 2 * kPageTokens)
-      planes_[i].high = bytes, planes_[i].low = bytes + kPageTokens;
+    for (float** array : {&low_, &exact_, &addend_, &weights_})
+      *array = space.Take<float>(kTiles * Isa::kQueries * kPageTokens);
+    planes_ = space.Take<Planes>(format_.value.groups());
+    for (int g = 0; g < format_.value.groups(); ++g) {
+      planes_[g].high = space.Take<int8_t>(Isa::kQueries * kPlaneStride);
+      planes_[g].low = planes_[g].high + kPageTokens;
+      planes_[g].factors = space.Take<float>(Isa::kQueries);
+      planes_[g].sums = space.Take<int32_t>(Isa::kQueries);
+    }
     for (int i = 0; i < count_; ++i) {
       const int64_t token = args_.query_begin + i / group;
       const int head = args_.kv_head * group + i % group;
@@ -119,104 +127,117 @@ class TileAttention {
     if (!side.scaled()) return 1.0f;
     std::copy(query.exact, query.exact + side.dim, row);
     if (side.rotated()) Isa::Rotate(row, side.dim);
-    const float scale = Isa::QuantizeQuery(row, side.dim, query.codes);
-    for (int g = 0; g < side.groups(); ++g) {
-      const int first = g * side.group_width(), last = std::min(side.dim, first + side.group_width());
-      query.code_sums[g] = 0;
-      for (int c = first; c < last; ++c) query.code_sums[g] += query.codes[c];
-    }
-    return scale;
+    return Isa::QuantizeQuery(side, row, query.codes, query.code_sums);
+  }
+
+  // What to fetch ahead while this tile is at work.
+  const uint8_t* Ahead(bool key, int64_t tile) const {
+    return Side(key, tile + kPageTokens < cache_.encoded_end ? tile + kPageTokens : tile);
   }
 
   const uint8_t* Side(bool key, int64_t tile) const {
     return cache_.pages[tile / kPageTokens - cache_.page_begin] + format_.side_offset(key, args_.kv_head);
   }
 
-  // Some queries and one tile; `more`: another tile follows.
-  void Block(TileQuery* queries, int n, int64_t tile, bool more) {
-    uint64_t low_masks[Isa::kQueries], exact_masks[Isa::kQueries], low_any = 0, any = 0;
-    for (int i = 0; i < n; ++i) {
-      const TileQuery& query = queries[i];
-      const uint64_t seen = attended_ & Range(query.begin - tile, query.end - tile);
-      const uint64_t exact = Range(0, format_.n_sink - tile) | Range(query.exact_from - tile, 64);
-      low_masks[i] = seen & ~exact, exact_masks[i] = seen & exact;
-      low_any |= low_masks[i], any |= seen;
+  // Some queries and some tiles, stage by stage: the stages of one tile wait for each other, those of several do not.
+  void Block(TileQuery* queries, int n, int64_t first, int tiles) {
+    for (int k = 0; k < tiles; ++k) {
+      Masks(queries, n, first + k * kPageTokens, k);
+      if (low_any_[k] != 0) KeyScores(queries, n, first + k * kPageTokens, k);
     }
-    if (any == 0) return;
-    const uint8_t* next = nullptr;  // fetched ahead
-    if (low_any != 0 && more && tile + kPageTokens < cache_.encoded_end) next = Side(true, tile + kPageTokens);
-    if (low_any != 0) KeyScores(queries, n, tile, low_any, next);
-    float factors[Isa::kQueries] = {};
-    for (int i = 0; i < n; ++i) {
-      const uint64_t seen = low_masks[i] | exact_masks[i];
-      if (seen == 0) continue;
-      factors[i] =
-          Weigh(queries[i], tile, low_masks[i], exact_masks[i], low_ + i * kPageTokens, weights_ + i * kPageTokens);
-      if (factors[i] == kHidden) low_masks[i] = exact_masks[i] = 0;  // a bias hides all of them
-    }
-    if (low_any != 0) LowValues(queries, n, tile, low_masks, factors, next);
-    for (int i = 0; i < n; ++i) {
-      if (exact_masks[i] == 0) continue;
-      ExactRows(false, tile, exact_masks[i]);
-      Isa::template AddRows<float>(rows_, exact_masks[i], weights_ + i * kPageTokens, factors[i],
-                                   queries[i].result.exact, format_.value.dim);
+    for (int k = 0; k < tiles; ++k)
+      for (int i = 0; i < n; ++i)
+        if ((low_masks_[k][i] | exact_masks_[k][i]) != 0) ExactScores(queries[i], first + k * kPageTokens, k, i);
+    for (int i = 0; i < n; ++i) Weigh(queries[i], first, tiles, i);
+    for (int k = 0; k < tiles; ++k) {
+      if (low_any_[k] != 0) LowValues(queries, n, first + k * kPageTokens, k);
+      for (int i = 0; i < n; ++i) {
+        if (exact_masks_[k][i] == 0) continue;
+        const profile::Timed timed(profile::kExactValues);
+        ExactRows(false, first + k * kPageTokens, exact_masks_[k][i]);
+        Isa::template AddRows<float>(rows_, exact_masks_[k][i], Weights(k, i), factors_[k][i], queries[i].result.exact,
+                                     format_.value.dim);
+      }
     }
   }
 
-  // low_[i][t] = sum over groups of s_k * dot, for all tokens that some query sees.
-  void KeyScores(TileQuery* queries, int n, int64_t tile, uint64_t seen, const uint8_t* next) {
+  // Which tokens each query sees, exactly or not.
+  void Masks(const TileQuery* queries, int n, int64_t tile, int k) {
+    low_any_[k] = 0;
+    for (int i = 0; i < n; ++i) {
+      const TileQuery& query = queries[i];
+      const uint64_t seen = attended_[k] & Range(query.begin - tile, query.end - tile);
+      const uint64_t exact = Range(0, format_.n_sink - tile) | Range(query.exact_from - tile, 64);
+      low_masks_[k][i] = seen & ~exact;
+      exact_masks_[k][i] = seen & exact;
+      low_any_[k] |= low_masks_[k][i];
+    }
+  }
+
+  // Low(k, i)[t] = sum over groups of s_k * dot, for all tokens that some query sees.
+  void KeyScores(TileQuery* queries, int n, int64_t tile, int k) {
+    const profile::Timed timed(profile::kScores);
     const uint8_t* side = Side(true, tile);
     if (Fits(format_.key)) {
       const int8_t* codes[Isa::kQueries];
       const int32_t* sums[Isa::kQueries];
       for (int i = 0; i < n; ++i) codes[i] = queries[i].codes, sums[i] = queries[i].code_sums;
-      Isa::KeyScores(format_.key, side, codes, sums, n, low_, next);
+      Isa::KeyScores(format_.key, side, codes, sums, n, Low(k, 0), Ahead(true, tile));
       return;
     }
     for (int i = 0; i < n && !format_.key.scaled(); ++i) {
-      LowRows(side, format_.key.row_bytes(), seen);
-      Isa::template DotRows<uint16_t>(rows_, seen, queries[i].exact, format_.key.dim, low_ + i * kPageTokens);
+      LowRows(side, format_.key.row_bytes(), low_masks_[k][i]);
+      Isa::template DotRows<uint16_t>(rows_, low_masks_[k][i], queries[i].exact, format_.key.dim, Low(k, i));
     }
-    for (int t = 0; t < kPageTokens && format_.key.scaled(); ++t) {
-      if ((seen >> t & 1) == 0) continue;
+    for (uint64_t left = format_.key.scaled() ? low_any_[k] : 0; left != 0; left &= left - 1) {
+      const int t = __builtin_ctzll(left);
       low_row_.Read(format_.key, side + int64_t{t} * format_.key.row_bytes());
-      for (int i = 0; i < n; ++i) low_[i * kPageTokens + t] = GroupDots(format_.key, queries[i].codes, low_row_);
+      for (int i = 0; i < n; ++i) Low(k, i)[t] = GroupDots(format_.key, queries[i].codes, low_row_);
     }
   }
 
-  // Turns scores into softmax weights relative to the tile's maximum, and takes the running maximum further. What
-  // comes back brings those weights to it; kHidden when no token has a weight.
-  static constexpr float kHidden = -1.0f;
-  float Weigh(TileQuery& query, int64_t tile, uint64_t low_mask, uint64_t exact_mask, const float* low,
-              float* weights) {
-    if (exact_mask != 0) {
-      ExactRows(true, tile, exact_mask);
-      Isa::template DotRows<float>(rows_, exact_mask, query.exact, format_.key.dim, exact_);
+  // The f32 dots of exact keys, and what block-centred keys add to the low-bit ones.
+  void ExactScores(const TileQuery& query, int64_t tile, int k, int i) {
+    if (exact_masks_[k][i] != 0) {
+      const profile::Timed timed(profile::kExactKeys);
+      ExactRows(true, tile, exact_masks_[k][i]);
+      Isa::template DotRows<float>(rows_, exact_masks_[k][i], query.exact, format_.key.dim, Exact(k, i));
     }
-    SoftmaxArgs softmax{low,         exact_,  low_mask,      exact_mask, query.scale,
-                        step_.scale, nullptr, step_.softcap, nullptr,    step_.bias_key_stride};
-    if (low_mask != 0 && format_.centered()) {
-      MeanScores(query, tile, low_mask);
-      softmax.addend = addend_;
-    }
-    if (query.bias != nullptr) softmax.bias = query.bias + tile * step_.bias_key_stride;
-    const SoftmaxSums sums = Isa::Softmax(softmax, weights);
-    if (sums.sum == 0.0f) return kHidden;
-    Partial& result = query.result;
-    float factor = 1.0f;
-    if (sums.maximum > *result.maximum) {
-      const float shrink = Isa::Exp(*result.maximum - sums.maximum);
-      if (*result.sum != 0.0f) result.Scale(shrink);
-      *result.maximum = sums.maximum;
-    } else {
-      factor = Isa::Exp(sums.maximum - *result.maximum);
-    }
-    *result.sum += factor * sums.sum;
-    return factor;
+    if (low_masks_[k][i] != 0 && format_.centered()) MeanScores(query, tile, low_masks_[k][i], Addend(k, i));
   }
 
-  // addend_[t] = scale * (q . mean of the block of token t)
-  void MeanScores(const TileQuery& query, int64_t tile, uint64_t mask) {
+  // Turns scores into softmax weights relative to their tile's maximum, and takes the running maximum further;
+  // factors_ bring those weights to it. A tile that a bias hides wholly loses its masks.
+  void Weigh(TileQuery& query, int64_t first, int tiles, int i) {
+    const profile::Timed timed(profile::kSoftmax);
+    SoftmaxSums sums[kTiles];
+    float maximum = *query.result.maximum;
+    for (int k = 0; k < tiles; ++k) {
+      sums[k] = {kNegativeInfinity, 0.0f};
+      if ((low_masks_[k][i] | exact_masks_[k][i]) == 0) continue;
+      SoftmaxArgs softmax{Low(k, i), Exact(k, i),   low_masks_[k][i], exact_masks_[k][i],   query.scale, step_.scale,
+                          nullptr,   step_.softcap, nullptr,          step_.bias_key_stride};
+      if (format_.centered()) softmax.addend = Addend(k, i);
+      if (query.bias != nullptr) softmax.bias = query.bias + (first + k * kPageTokens) * step_.bias_key_stride;
+      sums[k] = Isa::Softmax(softmax, Weights(k, i));
+      if (sums[k].sum == 0.0f) low_masks_[k][i] = exact_masks_[k][i] = 0;
+      maximum = std::max(maximum, sums[k].maximum);
+    }
+    if (maximum == kNegativeInfinity) return;
+    float exponents[kTiles + 1], powers[kTiles + 1];
+    for (int k = 0; k < kTiles; ++k) exponents[k] = k < tiles ? sums[k].maximum - maximum : 0.0f;
+    exponents[kTiles] = *query.result.maximum - maximum;
+    Isa::Exp(exponents, kTiles + 1, powers);
+    if (maximum > *query.result.maximum && *query.result.sum != 0.0f) query.result.Scale(powers[kTiles]);
+    *query.result.maximum = maximum;
+    for (int k = 0; k < tiles; ++k) {
+      factors_[k][i] = powers[k];
+      if (sums[k].sum != 0.0f) *query.result.sum += powers[k] * sums[k].sum;
+    }
+  }
+
+  // addend[t] = scale * (q . mean of the block of token t)
+  void MeanScores(const TileQuery& query, int64_t tile, uint64_t mask, float* addend) {
     const int64_t block = format_.block;
     for (int t = 0; t < kPageTokens;) {
       const int end = static_cast<int>(std::min<int64_t>(kPageTokens, ((tile + t) / block + 1) * block - tile));
@@ -226,56 +247,53 @@ class TileAttention {
         const void* row = mean + int64_t{args_.kv_head} * format_.key.dim;
         Isa::template DotRows<uint16_t>(&row, 1, query.exact, format_.key.dim, &score);
       }
-      for (; t < end; ++t) addend_[t] = step_.scale * score;
+      std::fill(addend + t, addend + end, step_.scale * score);
+      t = end;
     }
   }
 
-  void LowValues(TileQuery* queries, int n, int64_t tile, const uint64_t* masks, const float* factors,
-                 const uint8_t* next) {
+  void LowValues(TileQuery* queries, int n, int64_t tile, int k) {
     const SideFormat& side = format_.value;
     const uint8_t* bytes = Side(false, tile);
-    if (next != nullptr) next = Side(false, tile + kPageTokens);
-    if (!side.scaled()) return HalfValues(queries, n, bytes, masks, factors);
-    if (!Fits(side)) return RowValues(queries, n, bytes, masks, factors);
+    if (!side.scaled()) return HalfValues(queries, n, bytes, k);
+    if (!Fits(side)) return RowValues(queries, n, bytes, k);
     float* sums[Isa::kQueries];
     uint64_t seen = 0;
-    int kept = 0;  // queries whose weights have become integers; planes_ is [kept][groups]
+    int kept = 0;  // queries whose weights have become integers
     for (int i = 0; i < n; ++i) {
-      if (masks[i] == 0) continue;
+      if (low_masks_[k][i] == 0) continue;
+      const profile::Timed timed(profile::kSplit);
       float* sum = RotatedSum(queries[i]);
-      const float* weights = weights_ + i * kPageTokens;
-      bool integer = !ExactWeights();
-      for (int g = 0; g < side.groups() && integer; ++g)
-        integer = Isa::Split(side, bytes, g, masks[i], weights, factors[i], planes_[kept * side.groups() + g]);
-      if (!integer) {
-        Isa::AddValues(side, bytes, masks[i], weights, factors[i], sum);
+      const bool exact =
+          ExactWeights() || !Isa::Split(side, bytes, low_masks_[k][i], Weights(k, i), factors_[k][i], kept, planes_);
+      if (exact) {
+        Isa::AddValues(side, bytes, low_masks_[k][i], Weights(k, i), factors_[k][i], sum);
         continue;
       }
       sums[kept++] = sum;
-      seen |= masks[i];
+      seen |= low_masks_[k][i];
     }
-    if (kept > 0) Isa::AddSplitValues(side, bytes, seen, planes_, kept, sums, next);
+    const profile::Timed timed(profile::kValues);
+    if (kept > 0) Isa::AddSplitValues(side, bytes, seen, planes_, kept, sums, Ahead(false, tile));
   }
 
-  void HalfValues(TileQuery* queries, int n, const uint8_t* bytes, const uint64_t* masks, const float* factors) {
+  void HalfValues(TileQuery* queries, int n, const uint8_t* bytes, int k) {
     for (int i = 0; i < n; ++i) {
-      LowRows(bytes, format_.value.row_bytes(), masks[i]);
-      Isa::template AddRows<uint16_t>(rows_, masks[i], weights_ + i * kPageTokens, factors[i], queries[i].result.exact,
+      LowRows(bytes, format_.value.row_bytes(), low_masks_[k][i]);
+      Isa::template AddRows<uint16_t>(rows_, low_masks_[k][i], Weights(k, i), factors_[k][i], queries[i].result.exact,
                                       format_.value.dim);
     }
   }
 
-  void RowValues(TileQuery* queries, int n, const uint8_t* bytes, const uint64_t* masks, const float* factors) {
-    for (int t = 0; t < kPageTokens; ++t) {
-      bool unpacked = false;
-      for (int i = 0; i < n; ++i) {
-        if ((masks[i] >> t & 1) == 0) continue;
-        if (!unpacked) low_row_.Read(format_.value, bytes + int64_t{t} * format_.value.row_bytes());
-        unpacked = true;
-        const void* row = low_row_.values.data();
-        Isa::template AddRows<float>(&row, 1, weights_ + i * kPageTokens + t, factors[i], RotatedSum(queries[i]),
-                                     format_.value.dim);
-      }
+  void RowValues(TileQuery* queries, int n, const uint8_t* bytes, int k) {
+    for (uint64_t left = low_any_[k]; left != 0; left &= left - 1) {
+      const int t = __builtin_ctzll(left);
+      low_row_.Read(format_.value, bytes + int64_t{t} * format_.value.row_bytes());
+      const void* row = low_row_.values.data();
+      for (int i = 0; i < n; ++i)
+        if ((low_masks_[k][i] >> t & 1) != 0)
+          Isa::template AddRows<float>(&row, 1, Weights(k, i) + t, factors_[k][i], RotatedSum(queries[i]),
+                                       format_.value.dim);
     }
   }
 
@@ -297,6 +315,14 @@ class TileAttention {
     }
   }
 
+  // What the block at work needs of one tile and query.
+  float* Low(int k, int i) const { return low_ + (k * Isa::kQueries + i) * kPageTokens; }
+  float* Exact(int k, int i) const { return exact_ + (k * Isa::kQueries + i) * kPageTokens; }
+  float* Addend(int k, int i) const { return addend_ + (k * Isa::kQueries + i) * kPageTokens; }
+  float* Weights(int k, int i) const { return weights_ + (k * Isa::kQueries + i) * kPageTokens; }
+
+  static constexpr int kTiles = 4;  // tiles of a block
+
   const AttendArgs& args_;
   const StepArgs& step_;
   const CacheView& cache_;
@@ -304,11 +330,13 @@ class TileAttention {
   Workspace::Scope scope_;
   TileQuery* queries_ = nullptr;
   int count_ = 0;
-  uint64_t attended_ = 0;          // tokens of the tile that padding lets through
-  float *row_, *low_, *weights_;   // [max dim]; [kQueries][kPageTokens] twice
-  float *exact_, *addend_;         // [kPageTokens]
-  Planes* planes_;                 // [kQueries][value groups]
-  const void* rows_[kPageTokens];  // of the tokens at work
+  uint64_t attended_[kTiles] = {};  // tokens that padding lets through
+  uint64_t low_any_[kTiles] = {}, low_masks_[kTiles][Isa::kQueries], exact_masks_[kTiles][Isa::kQueries];
+  float factors_[kTiles][Isa::kQueries] = {};
+  float* row_;                                // [max dim]
+  float *low_, *exact_, *addend_, *weights_;  // [kTiles][kQueries][kPageTokens]
+  Planes* planes_;                            // [value groups]
+  const void* rows_[kPageTokens];             // of the tokens at work
   LowBitRow low_row_;
 };
 

@@ -12,6 +12,7 @@
 #include "kvfuse/half.h"
 #include "kvfuse/sequence.h"
 #include "kvfuse/warnings.h"
+#include "profile.h"
 #include "sdpa_attributes.h"
 
 namespace kvfuse {
@@ -143,6 +144,7 @@ class SdpaKernel {
   explicit SdpaKernel(const OrtKernelInfo* info) : attributes_(ReadSdpaAttributes(info)) {}
 
   void Compute(OrtKernelContext* context) {
+    const profile::Timed timed(profile::kCall);
     Tensor inputs[kInputCount];
     for (size_t i = 0; i < kInputCount; ++i) inputs[i] = Input(context, i);
     const Dims dims = CheckDims(inputs);

@@ -10,6 +10,7 @@
 #include "kvfuse/registration.h"
 #include "kvfuse/sequence.h"
 #include "kvfuse/warnings.h"
+#include "profile.h"
 
 namespace py = pybind11;
 using kvfuse::SequenceTable;
@@ -192,6 +193,12 @@ PYBIND11_MODULE(_native, m) {
   m.def("read_layer", ReadLayer, py::arg("id"), py::arg("layer"), py::arg("count"));
   m.def("dump_layer", DumpLayer, py::arg("id"), py::arg("layer"));
   m.def("kernel_name", [] { return kvfuse::Kernels().name; });
+  m.def("profile", [] {
+    std::vector<std::tuple<std::string, double, int64_t>> stages;
+    for (const auto& [name, seconds, count] : kvfuse::profile::Report()) stages.emplace_back(name, seconds, count);
+    return stages;
+  });
+  m.def("reset_profile", kvfuse::profile::Reset);
   m.def("exact_weights", kvfuse::ExactWeights);
   m.def("set_exact_weights", kvfuse::SetExactWeights);
   m.def("kernels", [] {
