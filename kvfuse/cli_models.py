@@ -9,6 +9,7 @@ import typer
 
 from kvfuse.cli_app import EPILOG, FAILED, AsJson, app, console, show
 from kvfuse.errors import OptionError, RefusedError
+from kvfuse.formats import describe_presets
 
 if TYPE_CHECKING:
     from kvfuse.generate import Tokenizer
@@ -22,7 +23,12 @@ def rewrite(
     ] = None,
     preset: Annotated[
         str,
-        typer.Option("--format", metavar="PRESET", help="Named cache format, or auto: chosen layer by layer."),
+        typer.Option(
+            "--format",
+            metavar="PRESET",
+            help=f"Named cache format, or auto: chosen layer by layer. {describe_presets()}. "
+            "Bytes are those of one token of one kv head of 64 channels, bits those of one element.",
+        ),
     ] = "default",
     target: Annotated[
         str | None, typer.Option(help="auto: allowed increase of perplexity, such as 1% or 0.01.")
