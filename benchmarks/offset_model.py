@@ -1,10 +1,11 @@
 """A real model whose keys carry strong constant offsets, as the QKV bias of some model families makes them.
 
-`python benchmarks/offset_model.py MODEL --out FILE [--where bias-slow|bias-mid|bias-fast|rotated] [--multiple 30]`
-adds, in every layer and kv head, `multiple` times the head's rms to two channels of the key: before the rotary
-embedding as a projection bias would, in its slowest, middle or fastest pairs, or behind it, where a constant
-leaves the float model's function as it is. The new file shares the original's external data, so it must lie in
-the same folder. The float model that results is the baseline of its own comparisons.
+`python benchmarks/offset_model.py MODEL --out FILE [--where bias-slow|bias-mid|bias-fast|rotated]
+[--multiple 30]` adds, in every layer and kv head, `multiple` times the head's rms to two channels of the
+key: before the rotary embedding as a projection bias would, in its slowest, middle or fastest pairs, or
+behind it, where a constant leaves the float model's function as it is. The new file shares the original's
+external data, so it must lie in the same folder. The float model that results is the baseline of its own
+comparisons.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from onnx import numpy_helper
 if __package__ in (None, ""):  # run as a script: import from the repository, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from kvfuse.passes.rewriting import plan_rewriting
+
 from kvfuse.auto.probe import Probe, ProbeRun
 from kvfuse.auto.rewritten import Rewritten
 from kvfuse.formats import PRESETS
 from kvfuse.modelfile import read
-from kvfuse.passes.rewriting import plan_rewriting
 
 PLACES = ("bias-slow", "bias-mid", "bias-fast", "rotated")
 
@@ -79,9 +81,7 @@ def add_offsets(path: Path, out: Path, where: str, multiple: float, seed: int = 
 def _rotated(model: onnx.ModelProto, layer: str) -> onnx.NodeProto:
     """The node that makes the rotated keys: what the Concat with the cache reads second."""
     concat = next(
-        n
-        for n in model.graph.node
-        if n.op_type == "Concat" and n.input[0] == f"past_key_values.{layer}.key"
+        n for n in model.graph.node if n.op_type == "Concat" and n.input[0] == f"past_key_values.{layer}.key"
     )
     return next(n for n in model.graph.node if concat.input[1] in n.output)
 

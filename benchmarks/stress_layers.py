@@ -1,15 +1,15 @@
-"""Attention layers that break low-bit caches, as synthetic data that is like a real layer in all other respects.
+"""Attention layers that break low-bit caches, as synthetic data that is otherwise like a real layer.
 
 `python benchmarks/stress_layers.py [--head-dim 128 64] [--json FILE]` prints the relative error of the
-attention's output, |output - exact| / |exact| over the second half of 2048 tokens, for every layer and format,
-through the product's own op.
+attention's output, |output - exact| / |exact| over the second half of 2048 tokens, for every layer and
+format, through the product's own op.
 
 What "like a real layer" means, measured on SmolLM2-135M (30 layers, 1024 tokens of the Python language
-reference, `benchmarks/stress_layers.py` prints the same figures of the synthetic layers): the first tokens take
-0.24 of the attention (0.00-0.53 in the middle 80 % of the heads), the newest 64 tokens 0.42 (0.17-0.74), the
-effective number of tokens is 6-104, and a constant vector makes 0.58 of the keys' energy and 0.17 of the values'.
-Plain normal random numbers have none of this: their attention is spread over the whole context, and their values
-cancel, so that every error is large against the output.
+reference, `benchmarks/stress_layers.py` prints the same figures of the synthetic layers): the first tokens
+take 0.24 of the attention (0.00-0.53 in the middle 80 % of the heads), the newest 64 tokens 0.42
+(0.17-0.74), the effective number of tokens is 6-104, and a constant vector makes 0.58 of the keys' energy
+and 0.17 of the values'. Plain normal random numbers have none of this: their attention is spread over the
+whole context, and their values cancel, so that every error is large against the output.
 
 Dims: H num_heads, K kv_num_heads, T tokens, D head_dim.
 """

@@ -149,7 +149,7 @@ class Decoder:
         }
         if self._resettable and self._start is not None:
             feeds[PAST_LENGTH_INPUT] = onnxruntime.OrtValue.ortvalue_from_numpy(np.array([self._start]))
-        return feeds | self._pasts
+        return {**feeds, **self._pasts}
 
     def step_rows(
         self, token_ids: NDArray[np.int64], sequences: Sequence[SequenceView], past: int

@@ -4,7 +4,8 @@
     probe.py     with a probe: the operands of every attention, and what a choice costs in the logits
     attention.py one attention by itself: the error of its output for a format
     allocate.py  the cheapest formats whose predicted damage stays within a budget
-    choose.py    the choice and its evidence
+    choose.py    how they come together
+    choice.py    the outcome, for people and machines
     rewritten.py the model between rewriting and writing: its ops, their formats, sessions of it
 
 Nothing here runs when the rewritten model does: the choice is written into the nodes' attributes.
@@ -12,7 +13,8 @@ Nothing here runs when the rewritten model does: the choice is written into the 
 
 from __future__ import annotations
 
-from .choose import DEFAULT_TARGET, AutoChoice, LayerChoice, choose_formats
+from .choice import AutoChoice, LayerChoice
+from .choose import DEFAULT_TARGET, choose_formats
 from .probe import Probe, ProbeLike, Progress, read_probe
 from .rewritten import set_formats
 

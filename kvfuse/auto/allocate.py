@@ -8,6 +8,7 @@ of the logits grows with the square of what disturbs them.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 
 from kvfuse.formats import KvFormat
@@ -45,7 +46,7 @@ def allocate(layers: Mapping[str, Sequence[Candidate]], budget: float) -> dict[s
     steps = [
         (_slope(first, second), layer, position + 1)
         for layer, hull in hulls.items()
-        for position, (first, second) in enumerate(zip(hull, hull[1:], strict=False))
+        for position, (first, second) in enumerate(itertools.pairwise(hull))
     ]
     chosen = {layer: hull[0] for layer, hull in hulls.items()}
     total = sum(candidate.square for candidate in chosen.values())

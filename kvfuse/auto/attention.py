@@ -23,7 +23,8 @@ from kvfuse.session import InferenceSession
 
 from .rewritten import EXACT
 
-# The newest keys are kept as floats for a while, so that a rollback is exact (kRollbackSlack and whole pages).
+# The newest keys are kept as floats for a while, so that a rollback is exact (kRollbackSlack and whole
+# pages).
 _FLOATS_KEPT = 64
 OPERANDS = ("query", "key", "value", "slots", "key_padding", "attention_bias", "head_sink")
 
@@ -68,7 +69,7 @@ class Attention:
         return self.error(keys, exact), self.error(values, exact)
 
     def stored_keys(self, chosen: KvFormat) -> NDArray[np.float32]:
-        """The keys [K, n, D] of the first row as a format stores them, without those that it may hold as floats."""
+        """The first keys [K, n, D] of row 0 as a format stores them, without those held as floats."""
         attributes = {**self.attributes, "window_left": -1}
         chosen = dataclasses.replace(chosen, n_recent=0, n_sink=0)
         session = _session(tuple(sorted({**attributes, **chosen.attributes()}.items())), self._types())
@@ -84,9 +85,7 @@ class Attention:
 _SESSIONS: dict[tuple[Any, ...], InferenceSession] = {}
 
 
-def _session(
-    attributes: tuple[tuple[str, Any], ...], types: tuple[tuple[str, str], ...]
-) -> InferenceSession:
+def _session(attributes: tuple[tuple[str, Any], ...], types: tuple[tuple[str, str], ...]) -> InferenceSession:
     """A session of one op that starts from an empty cache in every run; layers that are alike share it."""
     named = {name: value for name, value in attributes if name not in ("layer", "guard")}
     key = (tuple(sorted(named.items())), types)

@@ -5,26 +5,21 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvfuse.errors import OptionError
 from kvfuse.formats import KvFormat
 
 from .allocate import Candidate, allocate
 from .attention import Attention
+from .choice import AutoChoice, LayerChoice, kl_budget
 from .probe import Damage, Probe, ProbeRun, Progress
 from .rewritten import EXACT, Rewritten, bits_per_element
 from .weights import KeyOffset, key_offsets
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 DEFAULT_TARGET = 0.01
-# Nats of loss for a nat of mean KL divergence. A small random disturbance of the logits raises the loss by as much
-# as the divergence; measured ratios on real models are 1.0 to 1.6 (docs/quality-auto.md), and the largest is used.
-LOSS_PER_KL = 1.6
-# Without a probe: keys whose stored form misses the part that varies by more than this get 8 bits. Keys without
-# offsets are at 0.09-0.12 in 4 bits; see docs/quality-auto.md for what lies between.
+# Without a probe: keys whose stored form misses the part that varies by more than this get 8 bits. Keys
+# without offsets are at 0.09-0.12 in 4 bits; see docs/quality-auto.md for what lies between.
 MAX_KEY_ERROR = 0.2
 # Without logits to measure by, a layer's own relative output error decides.
 MAX_OUTPUT_ERROR = 0.10
@@ -41,125 +36,6 @@ _LADDER = (
     (8, 8, 32),
     (16, 16, 0),
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerChoice:
-    """One layer's format and why.
-
-    Attributes:
-        layer: The state key.
-        format: The format.
-        reason: One clause.
-        key_error, value_error: With a probe: relative errors of the layer's attention output with only keys,
-            only values, in that format.
-        base_key_error, base_value_error: The same with the format that the choice started from.
-        key_offset: Without a probe: the relative error of 4-bit keys made from weights and bias; None where
-            the keys have no constant part in the graph.
-    """
-
-    layer: str
-    format: KvFormat
-    reason: str
-    key_error: float | None = None
-    value_error: float | None = None
-    base_key_error: float | None = None
-    base_value_error: float | None = None
-    key_offset: float | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class AutoChoice:
-    """What `format="auto"` chose.
-
-    Attributes:
-        target: The allowed relative increase of perplexity.
-        base: The format that the choice started from.
-        layers: One entry for each fused layer, in the order of the graph.
-        bits_per_element: Mean bits of a stored key or value element, scales and means included.
-        probe: What the model was run on, or None.
-        tokens: Its length.
-        damage: The choice's measured cost on the probe; None without logits or probe.
-        base_damage: The same of `base` for all layers.
-        met: Whether the measured cost is within the target; None where it was not measured.
-    """
-
-    target: float
-    base: KvFormat
-    layers: tuple[LayerChoice, ...]
-    bits_per_element: float
-    probe: str | None = None
-    tokens: int = 0
-    damage: Damage | None = None
-    base_damage: Damage | None = None
-    met: bool | None = None
-
-    @property
-    def formats(self) -> dict[str, KvFormat]:
-        """The formats by layer."""
-        return {entry.layer: entry.format for entry in self.layers}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for `--json`."""
-        fields = dataclasses.asdict(self)
-        for name in ("damage", "base_damage"):
-            damage = fields[name]
-            if damage is not None:
-                damage["expected_perplexity_increase"] = _perplexity(damage["kl"])
-                fields[name] = {k: v if math.isfinite(v) else None for k, v in damage.items()}
-        return fields
-
-    def render(self, console: Console) -> None:
-        """Prints a table of the layers and a sentence about the whole model."""
-        from rich.table import Table
-        from rich.text import Text
-
-        probed = self.probe is not None
-        table = Table("layer", "keys", "values", "scales")
-        headings = ("key error", "value error", "key error before") if probed else ("4-bit key error",)
-        for heading in headings:
-            table.add_column(heading, justify="right")
-        table.add_column("why", overflow="fold")
-        for entry in self.layers:
-            shown = (
-                (entry.key_error, entry.value_error, entry.base_key_error) if probed else (entry.key_offset,)
-            )
-            table.add_row(
-                entry.layer,
-                f"{entry.format.key_bits} bit",
-                f"{entry.format.value_bits} bit",
-                f"per {entry.format.group_size or 'head'}",
-                *("" if error is None else f"{error:.3f}" for error in shown),
-                entry.reason,
-            )
-        console.print(table)
-        console.print(Text(self.summary()))
-
-    def summary(self) -> str:
-        """One sentence."""
-        size = f"{self.bits_per_element:.2f} bits per element"
-        if self.probe is None:
-            return (
-                f"chosen from the weights alone, {size}; give --probe TEXT to choose by what each layer loses"
-            )
-        if self.damage is None or self.base_damage is None:
-            return f"chosen by each layer's error on {self.tokens} tokens of {self.probe}, {size}"
-        found = (
-            f"KL {self.damage.kl:.5f} on {self.tokens} tokens of {self.probe} (expected perplexity "
-            f"{_perplexity(self.damage.kl):+.2%}, loss {self.damage.loss:+.4f} ± {self.damage.loss_error:.4f})"
-        )
-        outcome = "within" if self.met else "NOT within"
-        return f"{found}, {outcome} the target of {self.target:+.2%}, at {size}; before: KL {self.base_damage.kl:.5f}"
-
-
-def _perplexity(kl: float) -> float:
-    """The relative increase of perplexity that a mean KL divergence stands for."""
-    return math.expm1(min(LOSS_PER_KL * kl, 700.0)) if math.isfinite(kl) else math.inf
-
-
-def kl_budget(target: float) -> float:
-    """The mean KL divergence that keeps the perplexity within a relative increase of `target`."""
-    return math.log1p(target) / LOSS_PER_KL
 
 
 def choose_formats(
@@ -188,7 +64,9 @@ def choose_formats(
         ModelError: The model cannot be run on the probe.
     """
     if not 0 < target < 10:
-        raise OptionError(f"[target] expected a relative increase above 0 and below 10 (1000%); found {target}")
+        raise OptionError(
+            f"[target] expected a relative increase above 0 and below 10 (1000%); found {target}"
+        )
     if probe is None:
         layers = _from_weights(rewritten, sizes, base, pinned)
         choice = AutoChoice(target, base, layers, 0.0)
@@ -249,16 +127,14 @@ def _from_probe(
             for layer, found in candidates.items()
         }
     layers = tuple(_explain(layer, chosen[layer], starts[layer]) for layer in sizes)
-    return AutoChoice(
-        target, base, layers, 0.0, probe.source, run.tokens, damage, base_damage, met
-    )
+    return AutoChoice(target, base, layers, 0.0, probe.source, run.tokens, damage, base_damage, met)
 
 
 def _ladder(base: KvFormat, pinned: Sequence[str]) -> list[KvFormat]:
     """The formats to choose from: the base first, then all that leave the pinned fields alone."""
     formats = [base]
     for key_bits, value_bits, group_size in _LADDER:
-        values = {"key_bits": key_bits, "value_bits": value_bits, "group_size": group_size}
+        values: dict[str, Any] = {"key_bits": key_bits, "value_bits": value_bits, "group_size": group_size}
         if key_bits == value_bits == 16:
             values.pop("group_size")
         found = dataclasses.replace(base, **values)
@@ -286,7 +162,7 @@ def _measure(
 
 
 def _kind(bits: int, chosen: KvFormat) -> tuple[int, int]:
-    """What tells two forms of one side apart; the scales of 8-bit codes matter too little to measure twice."""
+    """What tells two forms of one side apart; scales of 8-bit codes matter too little to measure twice."""
     return bits, chosen.group_size if bits < 8 else 0
 
 

@@ -111,9 +111,7 @@ def _read(probe: ProbeLike | Probe, tokenizer: Tokenizer | None) -> Probe:
 
 def _ids(source: str, ids: NDArray[Any]) -> Probe:
     if ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
-        raise OptionError(
-            f"[probe] expected integer token ids; found {ids.dtype} of shape {list(ids.shape)}"
-        )
+        raise OptionError(f"[probe] expected integer token ids; found {ids.dtype} of shape {list(ids.shape)}")
     return Probe(source, token_ids=ids.reshape(-1)[:MAX_TOKENS].astype(np.int64))
 
 
@@ -170,14 +168,14 @@ class ProbeRun:
 
     def attentions(self) -> Iterator[tuple[str, Attention]]:
         """Every layer's op with the operands of the original's run."""
-        layers, done = list(self._nodes), 0
+        layers, done, largest = list(self._nodes), 0, _CAPTURE_BYTES
         while done < len(layers):
-            size = 1 if done == 0 else max(1, min(len(layers) - done, _CAPTURE_BYTES // max(1, largest)))
+            size = max(1, _CAPTURE_BYTES // largest)  # one at first, whose size tells
             group = layers[done : done + size]
             captured = self._capture(group)
-            largest = max(sum(a.nbytes for a in attention.operands.values()) for attention in captured)
+            largest = max(1, *(sum(a.nbytes for a in found.operands.values()) for found in captured))
             yield from zip(group, captured, strict=True)
-            done += size
+            done += len(group)
             self._report("probe: layers", done, len(layers))
 
     def damage(self, formats: Mapping[str, KvFormat]) -> Damage:
@@ -213,7 +211,7 @@ class ProbeRun:
         needed = {value.name for value in session.get_inputs()}
         unknown = sorted(inputs.keys() - needed)
         if unknown:
-            raise OptionError(f"[probe] expected arrays for inputs among {sorted(needed)}; found {unknown[0]!r}")
+            raise OptionError(f"[probe] expected arrays for {sorted(needed)}; found also {unknown[0]!r}")
         feeds: dict[str, Any] = {}
         if needed - inputs.keys():
             if ids is None:
@@ -280,9 +278,11 @@ class ProbeRun:
         if ids is None:
             return np.zeros(len(logits))
         targets = np.atleast_2d(ids)[:, self._positions + 1].reshape(-1)
-        top = logits.max(-1).astype(np.float64)
-        total = np.array([np.exp(row - t, dtype=np.float64).sum() for row, t in zip(logits, top, strict=True)])
-        return top + np.log(total) - logits[np.arange(len(logits)), targets]
+        loss = np.zeros(len(logits))
+        for row, (values, target) in enumerate(zip(logits, targets, strict=True)):
+            wide = values.astype(np.float64)
+            loss[row] = wide.max() + np.log(np.exp(wide - wide.max()).sum()) - wide[target]
+        return loss
 
 
 def _rows(

@@ -46,8 +46,9 @@ def set_formats(model: ir.Model, formats: Mapping[str, KvFormat]) -> None:
     nodes = op_nodes(model)
     for layer, chosen in formats.items():
         for name, value in chosen.attributes().items():
-            attribute = ir.AttrString if isinstance(value, str) else ir.AttrInt64
-            nodes[layer].attributes[name] = attribute(name, value)
+            nodes[layer].attributes[name] = (
+                ir.AttrString(name, value) if isinstance(value, str) else ir.AttrInt64(name, int(value))
+            )
     record = json.loads(model.metadata_props[METADATA_KEY])
     common = record["options"]
     record["layer_options"] = {

@@ -1,10 +1,10 @@
 """What the weights alone say: can 4-bit keys carry the constant part that a projection's bias gives them?
 
 Keys are made as the graph makes them, rotary embedding and all, from inputs that stand for any text: normal
-random numbers where the projection reads the normalized hidden state (times that norm's weights). The bias then
-shows in them as the offset that it is at each position: constant in slow rotary pairs, turning in fast ones,
-which a block's mean cannot take away. The error of the stored keys is measured against their varying part,
-because a constant part says nothing about which token a query means.
+random numbers where the projection reads the normalized hidden state (times that norm's weights). The bias
+then shows in them as the offset that it is at each position: constant in slow rotary pairs, turning in fast
+ones, which a block's mean cannot take away. The error of the stored keys is measured against their varying
+part, because a constant part says nothing about which token a query means.
 
 Dims: S tokens, C hidden size, K kv_num_heads, D head_dim.
 """
@@ -53,7 +53,9 @@ def key_offsets(model: ir.Model, base: KvFormat) -> dict[str, KeyOffset]:
     found = {}
     for layer, node in op_nodes(model).items():
         key = node.inputs[1]
-        projections = [] if key is None else list(_projections(key))
+        if key is None:
+            continue
+        projections = list(_projections(key))
         if any(projection.biased for projection in projections):
             # One evaluator for each layer: it keeps what it has read of the weights.
             found[layer] = _weigh(Evaluator(model), node, key, projections, base)
