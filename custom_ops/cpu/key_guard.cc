@@ -60,7 +60,7 @@ GuardSums OutputError(const float* query, const std::vector<GuardedToken>& token
 
 KeyGuard::Span KeyGuard::Claim(int64_t from, int64_t to, int64_t sinks, int heads) {
   Span span{std::max({from, sinks, seen_}), std::min(to, kGuardTokens)};
-  span.to = std::min(span.to, span.from + kGuardAtOnce);
+  span.to = std::min(span.to, (span.from / kGuardAtOnce + 1) * kGuardAtOnce);
   if (span.to - span.from < kGuardAtLeast) return {};
   seen_ = std::min(to, kGuardTokens);
   heads_.resize(heads);
@@ -86,14 +86,16 @@ KeyGuard::Span CpuLayerCache::GuardSpan() {
 
 // One query head for each kv head and query, in turn: all of a group read the same keys.
 void CpuLayerCache::GuardHead(const StepArgs& step, const KeyGuard::Span& span, int head) {
-  const int64_t last = chunk_.total - 1, group = step.num_heads / format_.kv_num_heads;
+  const int64_t group = step.num_heads / format_.kv_num_heads;
   // The first query to whom all of the span is low-bit.
   const int64_t blocks = (span.to + format_.block - 1) / format_.block * format_.block;
   int64_t first = format_.has_exact_window() ? blocks + format_.n_recent - 1 : span.to - 1;
-  first = std::min(std::max(first, chunk_.past), last);
+  first = std::min(std::max(first, chunk_.past), chunk_.total - 1);
+  int64_t last = chunk_.total - 1;
+  if (format_.window_left >= 0) last = std::clamp(span.from + format_.window_left, first, last);
 
   const int dim = format_.key.dim;
-  std::vector<float> decoded((span.to - span.from) * dim);
+  std::vector<float> decoded((span.to - span.from) * dim), newest(kGuardNewest * dim);
   for (int64_t j = span.from; j < span.to; ++j) DecodeRow(true, head, j, decoded.data() + (j - span.from) * dim);
 
   const int64_t count = std::min(kGuardQueries, last - first + 1);
@@ -117,7 +119,9 @@ void CpuLayerCache::GuardHead(const StepArgs& step, const KeyGuard::Span& span, 
       see(j, FloatRow(true, head, j), decoded.data() + (j - span.from) * dim, FloatRow(false, head, j));
     for (int64_t j = std::max(span.to, position - kGuardNewest + 1); j <= position; ++j) {
       const float* key = FloatRow(true, head, j);
-      see(j, key, key, FloatRow(false, head, j));
+      float* stored = newest.data() + (position - j) * dim;
+      if (!format_.has_exact_window()) DecodeRow(true, head, j, stored);
+      see(j, key, format_.has_exact_window() ? key : stored, FloatRow(false, head, j));
     }
     guard_.Add(head, OutputError(step.query.at(query_head, query_token), tokens, dim, format_.value.dim, step.scale,
                                  step.softcap));

@@ -14,7 +14,7 @@
 namespace kvfuse {
 
 constexpr int64_t kGuardTokens = 256;  // tokens from this position on are not looked at
-constexpr int64_t kGuardAtOnce = 128;  // low-bit tokens of one step that are
+constexpr int64_t kGuardAtOnce = 128;  // low-bit tokens of one step that are, at most
 constexpr int64_t kGuardAtLeast = 16;  // fewer say nothing
 constexpr int64_t kGuardNewest = 32;   // of the tokens before a query
 constexpr int64_t kGuardQueries = 4;   // of a chunk

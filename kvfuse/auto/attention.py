@@ -94,12 +94,12 @@ def _session(attributes: tuple[tuple[str, Any], ...], types: tuple[tuple[str, st
             del _SESSIONS[next(iter(_SESSIONS))]
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
-        model = _one_op({**named, "layer": "0", "guard": "off"}, dict(types))
+        model = _one_op({**named, "layer": "0", "guard": "off"}, dict(types), "0")
         _SESSIONS[key] = InferenceSession(model, options)
     return _SESSIONS[key]
 
 
-def _one_op(attributes: Mapping[str, Any], types: Mapping[str, str]) -> bytes:
+def _one_op(attributes: Mapping[str, Any], types: Mapping[str, str], layer: str) -> bytes:
     inputs = [
         helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.dtype(kind)), None)
         for name, kind in types.items()
@@ -110,7 +110,7 @@ def _one_op(attributes: Mapping[str, Any], types: Mapping[str, str]) -> bytes:
         ["slots", "past_length", "past_lengths"],
         domain=DOMAIN,
         fingerprint="0" * 64,
-        layers="0",
+        layers=layer,
         uniform=0,
     )
     names = ["slots" if name == "slots" else name if name in types else "" for name in OPERANDS]
