@@ -73,7 +73,7 @@ def add_offsets(path: Path, out: Path, where: str, multiple: float, seed: int = 
         target, shape = product, (width,)
         if where == "rotated":
             target, shape = _rotated(model, layer), (len(values), 1, width // len(values))
-        _insert_add(model, target, offset.reshape(shape), f"key_offset.{layer}")
+        insert_add(model, target, offset.reshape(shape), f"key_offset.{layer}")
     onnx.save(model, out)
     return out
 
@@ -86,7 +86,8 @@ def _rotated(model: onnx.ModelProto, layer: str) -> onnx.NodeProto:
     return next(n for n in model.graph.node if concat.input[1] in n.output)
 
 
-def _insert_add(model: onnx.ModelProto, node: onnx.NodeProto, array: NDArray[np.float32], name: str) -> None:
+def insert_add(model: onnx.ModelProto, node: onnx.NodeProto, array: NDArray[np.float32], name: str) -> None:
+    """Adds a constant to the first output of a node, for all who read it."""
     before = f"{name}.before"
     added = onnx.helper.make_node("Add", [before, name], [node.output[0]], name=name)
     node.output[0] = before

@@ -49,9 +49,7 @@ def test_both_sides_count():
 
 SIZES = st.integers(1, 40)
 ERRORS = st.integers(0, 60).map(lambda n: n / 100)
-LAYERS = st.lists(
-    st.lists(st.tuples(SIZES, ERRORS), min_size=1, max_size=4), min_size=1, max_size=3
-)
+LAYERS = st.lists(st.lists(st.tuples(SIZES, ERRORS), min_size=1, max_size=4), min_size=1, max_size=3)
 
 
 @given(LAYERS, st.integers(0, 100))

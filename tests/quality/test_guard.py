@@ -48,7 +48,9 @@ def key_error(opened) -> dict[str, float]:
 
 def test_a_layer_that_fails_is_named_with_the_format_to_use():
     opened = session(COARSE)
-    with pytest.warns(kvfuse.PrecisionWarning, match=r"\[layer 'layers\.5'\] expected .* at most 0\.25 .*") as caught:
+    with pytest.warns(
+        kvfuse.PrecisionWarning, match=r"\[layer 'layers\.5'\] expected .* at most 0\.25 .*"
+    ) as caught:
         run(opened, "outliers_20")
     (warning,) = caught
     assert "4-bit keys" in str(warning.message)
@@ -105,7 +107,9 @@ def test_it_tells_the_error_of_the_whole_layer(name, chosen):
     The errors go from 0.003 to 0.6, so a guard that measured something else would be found out.
     """
     data = {side: array for side, array in operands(name).items()}
-    whole = one.Attention({"axis": 2, "scale": 64**-0.5, "causal": 1, "window_left": -1, "softcap": 0.0}, data)
+    whole = one.Attention(
+        {"axis": 2, "scale": 64**-0.5, "causal": 1, "window_left": -1, "softcap": 0.0}, data
+    )
     error = whole.error(dataclasses.replace(chosen, value_bits=16), whole.output(EXACT))
     opened = session(chosen)
     with warnings.catch_warnings():
@@ -169,9 +173,7 @@ def test_a_token_that_is_not_finite_gives_no_verdict(bad):
     assert key_error(opened) == {}
 
 
-@pytest.mark.parametrize(
-    "more", [{"window_left": 100}, {"softcap": 20.0}], ids=["window", "softcap"]
-)
+@pytest.mark.parametrize("more", [{"window_left": 100}, {"softcap": 20.0}], ids=["window", "softcap"])
 def test_masks_and_caps_are_those_of_the_attention(more):
     opened = session(DEFAULT, **more)
     run(opened, "outliers_8")
@@ -182,7 +184,9 @@ def test_plain_onnxruntime_logs_the_warning(tmp_path):
     """Without kvfuse's session the sentence goes to onnxruntime's log, here in a process of its own."""
     model = tmp_path / "one.onnx"
     attributes = {"axis": 2, "causal": 1, **COARSE.attributes(), "layer": "layers.5", "guard": "warn"}
-    model.write_bytes(one._one_op(attributes, dict.fromkeys(("query", "key", "value"), "float32"), "layers.5"))
+    model.write_bytes(
+        one._one_op(attributes, dict.fromkeys(("query", "key", "value"), "float32"), "layers.5")
+    )
     np.savez(tmp_path / "feeds.npz", **operands("outliers_20"))
     script = (
         "import sys, numpy, onnxruntime, kvfuse\n"

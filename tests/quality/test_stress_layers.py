@@ -18,7 +18,14 @@ PLAIN = dataclasses.replace(INT4, rotation="none")
 # The promise for every layer that is like a real one; what an unrotated 4-bit cache per token does to the hard ones.
 BOUND, BROKEN = 0.15, 0.4
 # The last two are hard in another way: 4-bit values are all their error, or nothing is.
-KEYS_BREAK = ["constant_offset", "moving_offset", "outliers_8", "outliers_20", "massive_first_token", "strong_sinks"]
+KEYS_BREAK = [
+    "constant_offset",
+    "moving_offset",
+    "outliers_8",
+    "outliers_20",
+    "massive_first_token",
+    "strong_sinks",
+]
 REALISTIC = [*KEYS_BREAK, "low_entropy", "usual"]
 
 
