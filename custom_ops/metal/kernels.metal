@@ -17,8 +17,10 @@ constant int kVariant [[function_constant(kConstantVariant)]];  // values: 0, 1
 constant int kQueries [[function_constant(kConstantQueries)]];  // values: 1, 2, 4, 8
 constant int kWide [[function_constant(kConstantWide)]];        // values: 0, 1
 
-// Loops over arrays that must live in registers.
+// Loops over arrays that must live in registers; and loops that stay small, since a short step waits for its
+// instructions longer than for its data.
 #define UNROLLED _Pragma("unroll")
+#define ROLLED _Pragma("unroll 1")
 #define EACH_ROW(q) UNROLLED for (int q = 0; q < N; ++q)
 
 constant constexpr float kNoScore = -INFINITY;
@@ -159,8 +161,8 @@ inline void rotate_row(threadgroup float* row, int dim, int thread_index, int th
   while (dim - start > 1) {
     int block = 1;
     while (2 * block <= dim - start) block *= 2;
-    for (int width = 1; width < block; width *= 2) {
-      for (int pair = thread_index; pair < block / 2; pair += threads) {
+    ROLLED for (int width = 1; width < block; width *= 2) {
+      ROLLED for (int pair = thread_index; pair < block / 2; pair += threads) {
         const int low = start + ((pair & ~(width - 1)) << 1) + (pair & (width - 1));
         const float a = row[low], b = row[low + width];
         row[low] = a + b;
@@ -169,7 +171,7 @@ inline void rotate_row(threadgroup float* row, int dim, int thread_index, int th
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
     const float norm = rotation_norm(block);
-    for (int i = thread_index; i < block; i += threads) row[start + i] *= norm;
+    ROLLED for (int i = thread_index; i < block; i += threads) row[start + i] *= norm;
     start += block;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -181,29 +183,29 @@ inline void rotate_row(threadgroup float* row, int dim, int thread_index, int th
 inline void block_mean(constant Cache& cache, device const float* exact, device const int* table,
                        device const float* chunk, int kv_head, int block, threadgroup float* mean, int lane) {
   const int dim = cache.key.dim, from = block * cache.block, to = from + cache.block;
-  for (int i = lane; i < dim; i += kSimd) mean[i] = 0.0f;
+  ROLLED for (int i = lane; i < dim; i += kSimd) mean[i] = 0.0f;
   int count = 0;
-  for (int first = from; first < to; first += 32) {
+  ROLLED for (int first = from; first < to; first += 32) {
     const int rows = min(32, to - first);
     uint bad = 0;
-    for (int r = 0; r < rows; ++r) {
+    ROLLED for (int r = 0; r < rows; ++r) {
       device const float* row = float_row(cache, true, exact, table, chunk, kv_head, first + r);
-      for (int i = lane; i < dim; i += kSimd) bad |= isfinite(row[i]) ? 0u : 1u << r;
+      ROLLED for (int i = lane; i < dim; i += kSimd) bad |= isfinite(row[i]) ? 0u : 1u << r;
     }
     bad = or_all(bad);
-    for (int r = 0; r < rows; ++r) {
+    ROLLED for (int r = 0; r < rows; ++r) {
       if (((bad >> r) & 1u) != 0u) continue;
       device const float* row = float_row(cache, true, exact, table, chunk, kv_head, first + r);
-      for (int i = lane; i < dim; i += kSimd) mean[i] += row[i];
+      ROLLED for (int i = lane; i < dim; i += kSimd) mean[i] += row[i];
     }
     count += rows - int(popcount(bad));
   }
-  for (int i = lane; i < dim; i += kSimd) mean[i] = from_half(to_half(count == 0 ? 0.0f : mean[i] / float(count)));
+  ROLLED for (int i = lane; i < dim; i += kSimd) mean[i] = from_half(to_half(count == 0 ? 0.0f : mean[i] / float(count)));
 }
 
 inline bool all_finite(threadgroup const float* row, int dim, int lane) {
   uint bad = 0;
-  for (int i = lane; i < dim; i += kSimd) bad |= isfinite(row[i]) ? 0u : 1u;
+  ROLLED for (int i = lane; i < dim; i += kSimd) bad |= isfinite(row[i]) ? 0u : 1u;
   return or_all(bad) == 0u;
 }
 
@@ -211,7 +213,7 @@ inline bool all_finite(threadgroup const float* row, int dim, int lane) {
 inline float group_scale(constant Side& side, threadgroup const float* row, int from, int to, int lane) {
   uint best = 0;
   int at = to;
-  for (int i = from + lane; i < to; i += kSimd) {
+  ROLLED for (int i = from + lane; i < to; i += kSimd) {
     const uint magnitude = as_type<uint>(row[i]) & 0x7fffffffu;
     if (magnitude > best) {
       best = magnitude;
@@ -250,7 +252,7 @@ inline uint key_word(constant Side& side, threadgroup const float* row, threadgr
                      bool finite) {
   if (side.bits == 16) return half_at(side, row, 2 * word) | half_at(side, row, 2 * word + 1) << 16;
   uint result = 0;
-  for (int i = 0; i < 4; ++i) {
+  ROLLED for (int i = 0; i < 4; ++i) {
     if (side.bits == 8) {
       result |= uint(code_of(side, row, scales, 4 * word + i, finite) & 255) << (8 * i);
     } else {
@@ -266,7 +268,7 @@ inline uint key_word(constant Side& side, threadgroup const float* row, threadgr
 inline void store_codes(constant Side& side, bool key, threadgroup const float* row, threadgroup float* scales,
                         device uchar* page, int token, int lane) {
   const bool finite = all_finite(row, side.dim, lane);
-  for (int g = 0; g < side.groups; ++g) {
+  ROLLED for (int g = 0; g < side.groups; ++g) {
     const int from = side.group_size == 0 ? 0 : g * side.group_size;
     const int to = side.group_size == 0 ? side.dim : min(side.dim, from + side.group_size);
     const float scale = finite ? group_scale(side, row, from, to, lane) : as_type<float>(0x7fc00000u);
@@ -280,13 +282,13 @@ inline void store_codes(constant Side& side, bool key, threadgroup const float* 
   threadgroup_barrier(mem_flags::mem_threadgroup);
   device uint* words = (device uint*)(page + side.offset);
   if (key) {
-    for (int i = lane; i < 4 * side.chunks; i += kSimd)
+    ROLLED for (int i = lane; i < 4 * side.chunks; i += kSimd)
       words[(i / 4 * kTile + token) * 4 + i % 4] = key_word(side, row, scales, i, finite);
     return;
   }
   const int tokens = 32 / side.bits, shift = token % tokens * side.bits;
   const uint mask = side.bits == 4 ? 15u : side.bits == 8 ? 255u : 65535u;
-  for (int channel = lane; channel < 4 * side.chunks; channel += kSimd) {
+  ROLLED for (int channel = lane; channel < 4 * side.chunks; channel += kSimd) {
     const uint code = side.bits == 16 ? half_at(side, row, channel)
                                       : uint(code_of(side, row, scales, channel, finite) + (side.bits == 4 ? 8 : 128));
     device uint* word = words + token / tokens * side.chunks * 4 + channel;
@@ -300,26 +302,26 @@ inline void store_query(constant AppendArgs& args, threadgroup const float* row,
   constant Side& side = args.cache.key;
   const bool finite = all_finite(row, side.dim, lane);
   float size = 0.0f;
-  for (int i = lane; i < side.dim; i += kSimd) size = largest(size, fabs(row[i]));
+  ROLLED for (int i = lane; i < side.dim; i += kSimd) size = largest(size, fabs(row[i]));
   size = largest_of_all(size);
   float scale = size == 0.0f ? 1.0f : size / 127.0f;
   if (scale == 0.0f) scale = 1.0f;  // a subnormal row may underflow
   if (lane == 0) scales[index] = finite ? scale : as_type<float>(0x7fc00000u);
   device uint* words = codes + index * args.query_chunks * 4;
-  for (int word = lane; word < 4 * args.query_chunks; word += kSimd) {
+  ROLLED for (int word = lane; word < 4 * args.query_chunks; word += kSimd) {
     uint bytes = 0;
-    for (int i = 0; i < 4; ++i) {
+    ROLLED for (int i = 0; i < 4; ++i) {
       const int channel = 4 * word + i;
       if (finite && channel < side.dim)
         bytes |= uint(int(clamp(rint(row[channel] / scale), -127.0f, 127.0f)) & 255) << (8 * i);
     }
     words[word] = bytes;
   }
-  for (int g = 0; g < side.groups; ++g) {
+  ROLLED for (int g = 0; g < side.groups; ++g) {
     const int from = side.group_size == 0 ? 0 : g * side.group_size;
     const int to = side.group_size == 0 ? side.dim : min(side.dim, from + side.group_size);
     int sum = 0;
-    for (int i = from + lane; finite && i < to; i += kSimd) sum += int(clamp(rint(row[i] / scale), -127.0f, 127.0f));
+    ROLLED for (int i = from + lane; finite && i < to; i += kSimd) sum += int(clamp(rint(row[i] / scale), -127.0f, 127.0f));
     sum = simd_sum(sum);
     if (lane == 0) sums[index * side.groups + g] = sum;
   }
@@ -348,7 +350,7 @@ inline void store_query(constant AppendArgs& args, threadgroup const float* row,
 
   if (task < args.query_tasks) {
     device const float* from = query + long(task) * cache.key.pitch;
-    for (int i = lane; i < cache.key.dim; i += kSimd) row[i] = from[i];
+    ROLLED for (int i = lane; i < cache.key.dim; i += kSimd) row[i] = from[i];
     if (cache.key.rotate != 0) rotate_row(row, cache.key.dim, lane, kSimd);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     store_query(args, row, task, query_codes, query_scales, query_sums, lane);
@@ -364,7 +366,7 @@ inline void store_query(constant AppendArgs& args, threadgroup const float* row,
     const int from = max(first, args.encode_from), to = min(first + 8, args.encode_to);
     device const float* chunk = key ? new_key : new_value;
     int block = -1;
-    for (int j = from; j < to; ++j) {
+    ROLLED for (int j = from; j < to; ++j) {
       if (key && cache.centered != 0 && block != j / cache.block) {
         block = j / cache.block;
         const long at = (long(table[cache.mean_table + block]) * cache.kv_heads + kv_head) * cache.key.dim;
@@ -372,15 +374,15 @@ inline void store_query(constant AppendArgs& args, threadgroup const float* row,
         if (block * cache.block >= min(cache.past, cache.exact_begin)) {
           block_mean(cache, exact, table, chunk, kv_head, block, mean, lane);
           if (j == max(args.encode_from, block * cache.block))  // others need it too; one of them writes it
-            for (int i = lane; i < cache.key.dim; i += kSimd) means[at + i] = to_half(mean[i]);
+            ROLLED for (int i = lane; i < cache.key.dim; i += kSimd) means[at + i] = to_half(mean[i]);
         } else {
-          for (int i = lane; i < cache.key.dim; i += kSimd) mean[i] = from_half(means[at + i]);
+          ROLLED for (int i = lane; i < cache.key.dim; i += kSimd) mean[i] = from_half(means[at + i]);
         }
       }
       constant Side& side = key ? cache.key : cache.value;
       device const float* floats = float_row(cache, key, exact, table, chunk, kv_head, j);
       const bool center = key && cache.centered != 0;
-      for (int i = lane; i < side.dim; i += kSimd) row[i] = center ? floats[i] - mean[i] : floats[i];
+      ROLLED for (int i = lane; i < side.dim; i += kSimd) row[i] = center ? floats[i] - mean[i] : floats[i];
       if (side.rotate != 0) rotate_row(row, side.dim, lane, kSimd);
       threadgroup_barrier(mem_flags::mem_threadgroup);
       const long page = table[cache.low_table + j / kTile];
@@ -401,7 +403,7 @@ inline void store_query(constant AppendArgs& args, threadgroup const float* row,
   device const float* from = float_row(cache, key, exact, table, key ? new_key : new_value, kv_head, j);
   device float* to = sink ? sinks + sink_offset(cache, key, kv_head, j)
                           : exact + exact_offset(cache, key, table, kv_head, j);
-  for (int i = lane; i < pitch; i += kSimd) to[i] = from[i];
+  ROLLED for (int i = lane; i < pitch; i += kSimd) to[i] = from[i];
 }
 
 // ---- attend --------------------------------------------------------------------------------------------------------
@@ -455,10 +457,11 @@ inline void start(thread Softmax<N>& softmax, thread Sums<N>& sums) {
   }
 }
 
-// Takes the maximum of a tile into account: what was summed so far shrinks.
+// Takes every lane's score into account: where one is a new maximum, what was summed so far shrinks.
 template <int N>
-inline void raise(thread Softmax<N>& softmax, thread Sums<N>& sums, int q, float maximum) {
-  if (!(maximum > softmax.maximum[q])) return;
+inline void raise(thread Softmax<N>& softmax, thread Sums<N>& sums, int q, float score) {
+  if (!simd_any(score > softmax.maximum[q])) return;
+  const float maximum = largest_of_all(largest(softmax.maximum[q], score));
   const float shrink = exp(softmax.maximum[q] - maximum);
   softmax.maximum[q] = maximum;
   softmax.sum[q] *= shrink;
@@ -494,103 +497,87 @@ inline float finish_score(constant AttendArgs& args, device const float* bias, i
   return score;
 }
 
-// Receives the int32 dots of each group of channels, for two tokens of a lane: s_k * dot added up in f32.
+// Receives the int32 dot of each group of channels of this lane's token: s_k * dot, added up in f32.
 template <int N>
 struct ScoreGroups {
-  device const uchar* page;
-  device const int* query_sums;  // of the first row
-  int token;
-  float scores[N][2];
+  float scores[N];
 };
 
 template <int N>
-inline void take_group(thread ScoreGroups<N>& groups, constant Side& side, thread const QueryRows<N>& rows, int group,
-                       thread int (&dots)[N][2]) {
-  const float a = scale_of(side, groups.page, group, groups.token);
-  const float b = scale_of(side, groups.page, group, groups.token + kSimd);
-  EACH_ROW(q) {
-    const int offset = side.bits == 4 ? 8 * groups.query_sums[rows.row[q] * side.groups + group] : 0;
-    groups.scores[q][0] = fma(a, float(dots[q][0] - offset), groups.scores[q][0]);
-    groups.scores[q][1] = fma(b, float(dots[q][1] - offset), groups.scores[q][1]);
-  }
+inline void take_group(thread ScoreGroups<N>& groups, thread const QueryRows<N>&, int, int, float scale,
+                       thread int (&dots)[N]) {
+  EACH_ROW(q) groups.scores[q] = fma(scale, float(dots[q]), groups.scores[q]);
 }
 
 // For the test kernel `scores`: the dots themselves.
 template <int N>
 struct StoreGroups {
   device int* out;  // [rows of one kv head][total][groups]
-  device const int* query_sums;
-  int first, total, token;  // first row, row length, position
-  int last;                 // rows there are
+  int first, last;  // row of q = 0, rows there are
+  int token, total;
 };
 
 template <int N>
-inline void take_group(thread StoreGroups<N>& groups, constant Side& side, thread const QueryRows<N>& rows, int group,
-                       thread int (&dots)[N][2]) {
+inline void take_group(thread StoreGroups<N>& groups, thread const QueryRows<N>&, int group, int group_count, float,
+                       thread int (&dots)[N]) {
   EACH_ROW(q) {
-    const int offset = side.bits == 4 ? 8 * groups.query_sums[rows.row[q] * side.groups + group] : 0;
-    UNROLLED for (int u = 0; u < 2; ++u) {
-      const int j = groups.token + u * kSimd;
-      if (groups.first + q < groups.last && j < groups.total)
-        groups.out[(long(groups.first + q) * groups.total + j) * side.groups + group] = dots[q][u] - offset;
-    }
+    if (groups.first + q < groups.last && groups.token < groups.total)
+      groups.out[(long(groups.first + q) * groups.total + groups.token) * group_count + group] = dots[q];
   }
 }
 
-// One 16-byte chunk of two tokens against N queries.
+// One 16-byte chunk of a token against N queries.
 template <int N, int kBits>
-inline void add_chunk(uint4 a, uint4 b, device const uint4* query_codes, int query_chunks,
-                      thread const QueryRows<N>& rows, int chunk, thread int (&dots)[N][2]) {
+inline void add_chunk(uint4 key, device const uint4* query_codes, int query_chunks, thread const QueryRows<N>& rows,
+                      int chunk, thread int (&dots)[N]) {
   EACH_ROW(q) {
     device const uint4* query = query_codes + rows.row[q] * query_chunks;
     if (kBits == 4) {
       const uint4 x = query[2 * chunk], y = query[2 * chunk + 1];
-      dots[q][0] = dot_nibbles(a.x, x.x, x.y, dots[q][0]);
-      dots[q][1] = dot_nibbles(b.x, x.x, x.y, dots[q][1]);
-      dots[q][0] = dot_nibbles(a.y, x.z, x.w, dots[q][0]);
-      dots[q][1] = dot_nibbles(b.y, x.z, x.w, dots[q][1]);
-      dots[q][0] = dot_nibbles(a.z, y.x, y.y, dots[q][0]);
-      dots[q][1] = dot_nibbles(b.z, y.x, y.y, dots[q][1]);
-      dots[q][0] = dot_nibbles(a.w, y.z, y.w, dots[q][0]);
-      dots[q][1] = dot_nibbles(b.w, y.z, y.w, dots[q][1]);
+      dots[q] = dot_nibbles(key.x, x.x, x.y, dots[q]);
+      dots[q] = dot_nibbles(key.y, x.z, x.w, dots[q]);
+      dots[q] = dot_nibbles(key.z, y.x, y.y, dots[q]);
+      dots[q] = dot_nibbles(key.w, y.z, y.w, dots[q]);
     } else {
       const uint4 x = query[chunk];
-      dots[q][0] = dot_bytes(a.x, x.x, dots[q][0]);
-      dots[q][1] = dot_bytes(b.x, x.x, dots[q][1]);
-      dots[q][0] = dot_bytes(a.y, x.y, dots[q][0]);
-      dots[q][1] = dot_bytes(b.y, x.y, dots[q][1]);
-      dots[q][0] = dot_bytes(a.z, x.z, dots[q][0]);
-      dots[q][1] = dot_bytes(b.z, x.z, dots[q][1]);
-      dots[q][0] = dot_bytes(a.w, x.w, dots[q][0]);
-      dots[q][1] = dot_bytes(b.w, x.w, dots[q][1]);
+      dots[q] = dot_bytes(key.x, x.x, dots[q]);
+      dots[q] = dot_bytes(key.y, x.y, dots[q]);
+      dots[q] = dot_bytes(key.z, x.z, dots[q]);
+      dots[q] = dot_bytes(key.w, x.w, dots[q]);
     }
   }
 }
 
-// The integer dots of tokens lane and lane + 32 of a page with N queries, handed on group by group. Four chunks are
-// asked for at once, so that their loads overlap.
+// The integer dots of token `token` of a page with N queries, handed on group by group. Four chunks and their scales
+// are asked for at once, so that their loads overlap.
 template <int N, int kBits, typename Groups>
-inline void key_dots(constant Side& side, device const uchar* page, device const uint4* query_codes, int query_chunks,
-                     thread const QueryRows<N>& rows, int lane, thread Groups& groups) {
-  device const uint4* codes = (device const uint4*)(page + side.offset) + lane;
+inline void key_dots(constant Side& side, device const uchar* page, device const uint4* query_codes,
+                     device const int* query_sums, int query_chunks, thread const QueryRows<N>& rows, int token,
+                     thread Groups& groups) {
+  device const uint4* codes = (device const uint4*)(page + side.offset) + token;
   const int group_chunks = side.group_size == 0 ? side.chunks : side.group_size * kBits / 128;
-  int dots[N][2];
-  EACH_ROW(q) dots[q][0] = dots[q][1] = 0;
+  int dots[N];
+  EACH_ROW(q) dots[q] = 0;
   int group = 0, left = group_chunks;
-  for (int first = 0; first < side.chunks; first += 4) {
-    uint4 a[4], b[4];
-UNROLLED for (int i = 0; i < 4; ++i) {
-      const int chunk = min(first + i, side.chunks - 1);
-      a[i] = codes[chunk * kTile];
-      b[i] = codes[chunk * kTile + kSimd];
+  ROLLED for (int first = 0; first < side.chunks; first += 4) {
+    uint4 keys[4];
+    float scales[4];
+    UNROLLED for (int i = 0; i < 4; ++i) keys[i] = codes[min(first + i, side.chunks - 1) * kTile];
+    scales[0] = scale_of(side, page, group, token);
+    UNROLLED for (int i = 1; i < 4; ++i) {
+      scales[i] = scales[0];
+      if (side.group_size != 0) scales[i] = scale_of(side, page, min(first + i, side.chunks - 1) / group_chunks, token);
     }
-UNROLLED for (int i = 0; i < 4; ++i) {
+    UNROLLED for (int i = 0; i < 4; ++i) {
       if (first + i < side.chunks) {
-        add_chunk<N, kBits>(a[i], b[i], query_codes, query_chunks, rows, first + i, dots);
+        add_chunk<N, kBits>(keys[i], query_codes, query_chunks, rows, first + i, dots);
         left -= 1;
         if (left == 0 || first + i + 1 == side.chunks) {
-          take_group<N>(groups, side, rows, group, dots);
-          EACH_ROW(q) dots[q][0] = dots[q][1] = 0;
+          if (kBits == 4) {  // codes are stored + 8
+            EACH_ROW(q) dots[q] -= 8 * query_sums[rows.row[q] * side.groups + group];
+          }
+          take_group<N>(groups, rows, group, side.groups, scales[i], dots);
+          EACH_ROW(q) dots[q] = 0;
           group += 1;
           left = group_chunks;
         }
@@ -602,40 +589,39 @@ UNROLLED for (int i = 0; i < 4; ++i) {
 // The same for keys stored as halves, against the query as given.
 template <int N>
 inline void half_scores(constant Side& side, device const uchar* page, device const float* query,
-                        thread const QueryRows<N>& rows, int lane, thread float (&scores)[N][2]) {
-  device const uint4* codes = (device const uint4*)(page + side.offset) + lane;
-  for (int chunk = 0; chunk < side.chunks; ++chunk) {
-    const uint4 a = codes[chunk * kTile], b = codes[chunk * kTile + kSimd];
+                        thread const QueryRows<N>& rows, int token, thread float (&scores)[N]) {
+  device const uint4* codes = (device const uint4*)(page + side.offset) + token;
+  ROLLED for (int chunk = 0; chunk < side.chunks; ++chunk) {
+    const uint4 key = codes[chunk * kTile];
     EACH_ROW(q) {
       device const float4* x = (device const float4*)(query + long(rows.row[q]) * side.pitch) + 2 * chunk;
       const float4 low = x[0], high = x[1];
-      scores[q][0] = dot_halves(a.w, high.z, high.w, dot_halves(a.z, high.x, high.y,
-                     dot_halves(a.y, low.z, low.w, dot_halves(a.x, low.x, low.y, scores[q][0]))));
-      scores[q][1] = dot_halves(b.w, high.z, high.w, dot_halves(b.z, high.x, high.y,
-                     dot_halves(b.y, low.z, low.w, dot_halves(b.x, low.x, low.y, scores[q][1]))));
+      scores[q] = dot_halves(key.x, low.x, low.y, scores[q]);
+      scores[q] = dot_halves(key.y, low.z, low.w, scores[q]);
+      scores[q] = dot_halves(key.z, high.x, high.y, scores[q]);
+      scores[q] = dot_halves(key.w, high.z, high.w, scores[q]);
     }
   }
 }
 
-// Adds q . mean of each token's block. [from, to): tokens of the tile that are seen.
+// Adds q . mean of the block of each token j; [from, to): those of the simdgroup's 32 tokens that some row sees.
 template <int N>
 inline void add_means(constant Cache& cache, device const ushort* means, device const int* table,
-                      device const float* query, thread const QueryRows<N>& rows, int kv_head, int from, int to,
-                      int token, int lane, float scale, thread float (&scores)[N][2]) {
-  for (int block = from / cache.block; block <= (to - 1) / cache.block; ++block) {
+                      device const float* query, thread const QueryRows<N>& rows, int kv_head, int from, int to, int j,
+                      int lane, float scale, thread float (&scores)[N]) {
+  ROLLED for (int block = from / cache.block; block <= (to - 1) / cache.block; ++block) {
     device const ushort* mean =
         means + (long(table[cache.mean_table + block]) * cache.kv_heads + kv_head) * cache.key.dim;
     float dots[N];
     EACH_ROW(q) dots[q] = 0.0f;
-    for (int i = lane; i < cache.key.dim; i += kSimd) {
+    ROLLED for (int i = lane; i < cache.key.dim; i += kSimd) {
       const float x = from_half(mean[i]);
       EACH_ROW(q) dots[q] = fma(query[long(rows.row[q]) * cache.key.pitch + i], x, dots[q]);
     }
-    const int first = block * cache.block, last = first + cache.block;
+    const bool inside = j >= block * cache.block && j < (block + 1) * cache.block;
     EACH_ROW(q) {
-      const float dot = scale * add_all(dots[q]);
-      if (token >= first && token < last) scores[q][0] += dot;
-      if (token + kSimd >= first && token + kSimd < last) scores[q][1] += dot;
+      const float dot = add_all(dots[q]);
+      if (inside) scores[q] += scale * dot;
     }
   }
 }
@@ -710,129 +696,134 @@ inline void add_words(uint4 words, threadgroup const float* weights, int stride,
   }
 }
 
-// Adds a page's values of one quad of channels under the weights [N][stride] of its 64 tokens.
+// Four pieces of values of this lane, asked for at once so that their loads overlap: every parts-th from `first` on.
+struct FourWords {
+  uint4 words[4];
+};
+
+inline void load_words(device const uint4* codes, thread const ValueLanes& lanes, int quad, int first, int steps,
+                       thread FourWords& four) {
+  const int within = min(quad, lanes.quads - 1);
+  UNROLLED for (int i = 0; i < 4; ++i)
+    four.words[i] = codes[min(first + i * lanes.parts, steps - 1) * lanes.quads + within];
+}
+
+// Adds 32 tokens' values of one quad of channels under their weights [N][stride]; the first four pieces are there.
 template <int N, int kBits>
 inline void add_values(device const uint4* codes, thread const ValueLanes& lanes, int quad,
-                       threadgroup const float* weights, int stride, thread float4 (&sums)[N]) {
-  const int steps = kTile * kBits / 32;
-  for (int first = lanes.part; first < steps; first += 4 * lanes.parts) {
-    uint4 words[4];
-    UNROLLED for (int i = 0; i < 4; ++i)
-      words[i] = codes[min(first + i * lanes.parts, steps - 1) * lanes.quads + quad];
+                       threadgroup const float* weights, int stride, thread FourWords& four,
+                       thread float4 (&sums)[N]) {
+  ROLLED for (int first = lanes.part; first < kBits; first += 4 * lanes.parts) {
+    if (first != lanes.part) load_words(codes, lanes, quad, first, kBits, four);
     UNROLLED for (int i = 0; i < 4; ++i) {
       const int at = first + i * lanes.parts;
-      if (at < steps) add_words<N, kBits>(words[i], weights + at * (32 / kBits), stride, sums);
+      if (at < kBits) add_words<N, kBits>(four.words[i], weights + at * (32 / kBits), stride, sums);
     }
   }
 }
 
 template <int N>
-inline void add_page(int bits, device const uint4* codes, thread const ValueLanes& lanes, int quad,
-                     threadgroup const float* weights, int stride, thread float4 (&sums)[N]) {
+inline void add_tokens(int bits, device const uint4* codes, thread const ValueLanes& lanes, int quad,
+                       threadgroup const float* weights, int stride, thread FourWords& four,
+                       thread float4 (&sums)[N]) {
   if (bits == 4)
-    add_values<N, 4>(codes, lanes, quad, weights, stride, sums);
+    add_values<N, 4>(codes, lanes, quad, weights, stride, four, sums);
   else if (bits == 8)
-    add_values<N, 8>(codes, lanes, quad, weights, stride, sums);
+    add_values<N, 8>(codes, lanes, quad, weights, stride, four, sums);
   else
-    add_values<N, 16>(codes, lanes, quad, weights, stride, sums);
+    add_values<N, 16>(codes, lanes, quad, weights, stride, four, sums);
 }
 
-// The low-bit tokens of tiles first, first + step, … before last.
+// The low-bit tokens of the half pages first, first + step, … before last; a lane scores one token of each.
 template <int N>
 inline void attend_low(constant AttendArgs& args, device const uchar* pages, device const ushort* means,
                        device const int* table, device const float* query, device const uint4* query_codes,
                        device const float* query_scales, device const int* query_sums, device const uchar* padding,
                        device const float* bias, thread const QueryRows<N>& rows, thread const ValueLanes& lanes,
-                       int kv_head, int first, int last, int step, threadgroup float* weights, int lane,
-                       thread Softmax<N>& softmax, thread Sums<N>& sums) {
+                       int kv_head, int low_from, int low_to, int first, int last, int step,
+                       threadgroup float* weights, int lane, thread Softmax<N>& softmax, thread Sums<N>& sums) {
   constant Cache& cache = args.cache;
-  for (int tile = first; tile < last; tile += step) {
-    device const uchar* page = low_page(cache, pages, table, tile, kv_head);
-    const int token = tile * kTile + lane;
+  const int group_size = cache.value.bits == 16 ? 0 : cache.value.group_size;
+  const int slice_groups = group_size == 0 ? 1 : 128 / group_size, stride = slice_groups * kSimd;
+  ROLLED for (int piece = first; piece < last; piece += step) {
+    device const uchar* page = low_page(cache, pages, table, piece / 2, kv_head);
+    const int token = piece % 2 * kSimd + lane, j = piece * kSimd + lane;  // in the page, and of all
+    // Values and their scales are asked for before the scores are made.
+    device const uint4* values = (device const uint4*)(page + cache.value.offset) +
+                                 piece % 2 * cache.value.bits * lanes.quads;
+    FourWords four;
+    load_words(values, lanes, lanes.quad, lanes.part, cache.value.bits, four);
+    const int first_group = group_size == 0 ? 0 : (lanes.quad - lanes.quad % kSimd) * 4 / group_size;
+    float value_scales[kSliceGroups];
+    if (cache.value.bits != 16) {
+      value_scales[0] = scale_of(cache.value, page, first_group, token);
+      if (group_size != 0) {
+        UNROLLED for (int g = 1; g < kSliceGroups; ++g)
+          value_scales[g] = scale_of(cache.value, page, min(first_group + g, cache.value.groups - 1), token);
+      }
+    }
 
-    float scores[N][2];
+    ScoreGroups<N> groups;
+    EACH_ROW(q) groups.scores[q] = 0.0f;
     if (cache.key.bits == 16) {
-      EACH_ROW(q) scores[q][0] = scores[q][1] = 0.0f;
-      half_scores<N>(cache.key, page, query, rows, lane, scores);
-      EACH_ROW(q) {
-        scores[q][0] *= args.scale;
-        scores[q][1] *= args.scale;
-      }
+      half_scores<N>(cache.key, page, query, rows, token, groups.scores);
+      EACH_ROW(q) groups.scores[q] *= args.scale;
     } else {
-      ScoreGroups<N> groups;
-      groups.page = page;
-      groups.query_sums = query_sums;
-      groups.token = lane;
-      EACH_ROW(q) groups.scores[q][0] = groups.scores[q][1] = 0.0f;
       if (cache.key.bits == 4)
-        key_dots<N, 4, ScoreGroups<N>>(cache.key, page, query_codes, args.query_chunks, rows, lane, groups);
+        key_dots<N, 4, ScoreGroups<N>>(cache.key, page, query_codes, query_sums, args.query_chunks, rows, token,
+                                       groups);
       else
-        key_dots<N, 8, ScoreGroups<N>>(cache.key, page, query_codes, args.query_chunks, rows, lane, groups);
-      EACH_ROW(q) {
-        const float query_scale = query_scales[rows.row[q]];
-        scores[q][0] = args.scale * (query_scale * groups.scores[q][0]);
-        scores[q][1] = args.scale * (query_scale * groups.scores[q][1]);
-      }
-      if (cache.centered != 0) {
-        int from = kNever, to = 0;
-        EACH_ROW(q) {
-          from = min(from, max(rows.begin[q], cache.n_sink));
-          to = max(to, min(rows.end[q], rows.exact_from[q]));
-        }
-        add_means<N>(cache, means, table, query, rows, kv_head, max(from, tile * kTile), min(to, (tile + 1) * kTile),
-                     token, lane, args.scale, scores);
-      }
+        key_dots<N, 8, ScoreGroups<N>>(cache.key, page, query_codes, query_sums, args.query_chunks, rows, token,
+                                       groups);
+      EACH_ROW(q) groups.scores[q] = args.scale * (query_scales[rows.row[q]] * groups.scores[q]);
+      if (cache.centered != 0)
+        add_means<N>(cache, means, table, query, rows, kv_head, max(low_from, piece * kSimd),
+                     min(low_to, (piece + 1) * kSimd), j, lane, args.scale, groups.scores);
     }
 
-    // Scores become weights: in registers, -1 where a token is not seen.
-    UNROLLED for (int u = 0; u < 2; ++u) {
-      const int j = token + u * kSimd;
-      const bool attended = j < cache.total && (args.padded == 0 || padding[j] != 0);
-      EACH_ROW(q) {
-        const bool seen = attended && j >= rows.begin[q] && j >= cache.n_sink && j < rows.end[q] &&
-                          j < rows.exact_from[q];
-        scores[q][u] = seen ? finish_score(args, bias, rows.row[q], j, scores[q][u]) : kNoScore;
-      }
-    }
+    // Scores become weights, -1 where a token is not seen.
+    const bool attended = j < low_to && (args.padded == 0 || padding[j] != 0);
     EACH_ROW(q) {
-      raise<N>(softmax, sums, q,
-               largest_of_all(largest(largest(kNoScore, scores[q][0]), scores[q][1])));
-      UNROLLED for (int u = 0; u < 2; ++u) {
-        const bool seen = scores[q][u] != kNoScore;
-        scores[q][u] = seen ? exp(scores[q][u] - softmax.maximum[q]) : -1.0f;
-        softmax.sum[q] += seen ? scores[q][u] : 0.0f;
-      }
+      const bool seen =
+          attended && j >= rows.begin[q] && j >= cache.n_sink && j < rows.end[q] && j < rows.exact_from[q];
+      const float score = seen ? finish_score(args, bias, rows.row[q], j, groups.scores[q]) : kNoScore;
+      raise<N>(softmax, sums, q, score);
+      const bool counts = score != kNoScore;
+      const float weight = counts ? exp(score - softmax.maximum[q]) : -1.0f;
+      softmax.sum[q] += counts ? weight : 0.0f;
+      groups.scores[q] = weight;
     }
 
     // 128 channels at a time: weight times scale for each of their groups, then the values.
-    const int group_size = cache.value.group_size;
+    const float place = place_of(cache.value.bits, token);
     UNROLLED for (int half_index = 0; half_index < 2; ++half_index) {
       if (half_index == 1 && kWide == 0) break;
       const int quad = lanes.quad + half_index * kSimd;
-      const int channel = (quad - lanes.quad % kSimd) * 4;
-      const int first_group = group_size == 0 ? 0 : channel / group_size;
-      const int groups = group_size == 0 ? 1 : min(128 / group_size, cache.value.groups - first_group);
-      const int stride = (group_size == 0 || cache.value.bits == 16 ? 1 : 128 / group_size) * kTile;
+      if (half_index == 1) {
+        load_words(values, lanes, quad, lanes.part, cache.value.bits, four);
+        if (group_size != 0) {
+          UNROLLED for (int g = 0; g < kSliceGroups; ++g)
+            value_scales[g] = scale_of(cache.value, page,
+                                       min(first_group + slice_groups + g, cache.value.groups - 1), token);
+        }
+      }
       simdgroup_barrier(mem_flags::mem_threadgroup);
-      UNROLLED for (int u = 0; u < 2; ++u) {
-        const int t = lane + u * kSimd;
-        const float place = place_of(cache.value.bits, t);
-        if (cache.value.bits == 16) {
-          EACH_ROW(q) weights[q * stride + t] = scores[q][u];
-        } else {
-          for (int g = 0; g < groups; ++g) {
-            const float scale = scale_of(cache.value, page, first_group + g, t);
+      if (cache.value.bits == 16) {
+        EACH_ROW(q) weights[q * stride + lane] = groups.scores[q];
+      } else {
+        UNROLLED for (int g = 0; g < kSliceGroups; ++g) {
+          if (g < slice_groups) {
+            const float scale = value_scales[g] * place;
             EACH_ROW(q)
-              weights[q * stride + g * kTile + t] = scores[q][u] < 0.0f ? 0.0f : scores[q][u] * scale * place;
+              weights[q * stride + g * kSimd + lane] = groups.scores[q] < 0.0f ? 0.0f : groups.scores[q] * scale;
           }
         }
       }
       simdgroup_barrier(mem_flags::mem_threadgroup);
-      if (quad >= lanes.quads) continue;
-      const int group = group_size == 0 || cache.value.bits == 16 ? 0 : quad * 4 / group_size - first_group;
-      device const uint4* codes = (device const uint4*)(page + cache.value.offset);
-      add_page<N>(cache.value.bits, codes, lanes, quad, weights + group * kTile, stride,
-                  half_index == 0 ? sums.first : sums.second);
+      const int group = group_size == 0 ? 0 : lanes.quad % kSimd * 4 / group_size;
+      if (quad < lanes.quads)
+        add_tokens<N>(cache.value.bits, values, lanes, quad, weights + group * kSimd, stride, four,
+                      half_index == 0 ? sums.first : sums.second);
     }
   }
 }
@@ -855,70 +846,85 @@ inline void attend_exact(constant AttendArgs& args, device const float* exact, d
                          thread Softmax<N>& softmax, thread Sums<N>& sums) {
   constant Cache& cache = args.cache;
   const int quads = cache.key.pitch / 4, piece = lane % 8;
-  for (int tile = first; tile < last; tile += step) {
+  ROLLED for (int tile = first; tile < last; tile += step) {
     const bool sink = tile < sink_tiles;
     const int base = (sink ? tile : window + tile - sink_tiles) * kExactTile;
-    // Eight lanes a token, four tokens at a time.
-    float scores[N][4];
+    // Eight lanes a token, four tokens at a time: j, j + 4, j + 8, j + 12.
+    const int j = base + lane / 8;
+    float scores[N][4], dots[N][4];
+    device const float4* keys[4];
     UNROLLED for (int n = 0; n < 4; ++n) {
-      const int j = base + 4 * n + lane / 8;
-      const bool attended = j < cache.total && (sink == (j < cache.n_sink)) && (args.padded == 0 || padding[j] != 0);
+      const int at = j + 4 * n;
+      const bool attended =
+          at < cache.total && (sink == (at < cache.n_sink)) && (args.padded == 0 || padding[at] != 0);
       bool any_seen = false;
       EACH_ROW(q) {
-        const bool seen = attended && j >= rows.begin[q] && j < rows.end[q] && (sink || j >= rows.exact_from[q]);
+        const bool seen = attended && at >= rows.begin[q] && at < rows.end[q] && (sink || at >= rows.exact_from[q]);
         scores[q][n] = seen ? 0.0f : kNoScore;
+        dots[q][n] = 0.0f;
         any_seen = any_seen || seen;
       }
-      float dots[N];
-      EACH_ROW(q) dots[q] = 0.0f;
-      if (any_seen) {
-        device const float4* key =
-            (device const float4*)seen_row(cache, true, exact, sinks, table, new_key, kv_head, j);
-        for (int i = piece; i < quads; i += 8) {
-          const float4 k = key[i];
-          EACH_ROW(q) {
-            const float4 x = ((device const float4*)(query + long(rows.row[q]) * cache.key.pitch))[i];
-            dots[q] = fma(k.w, x.w, fma(k.z, x.z, fma(k.y, x.y, fma(k.x, x.x, dots[q]))));
-          }
-        }
-      }
+      keys[n] = (device const float4*)new_key;  // some row, for a token that nobody sees
+      if (any_seen) keys[n] = (device const float4*)seen_row(cache, true, exact, sinks, table, new_key, kv_head, at);
+    }
+    ROLLED for (int i = piece; i < quads; i += 8) {
+      float4 k[4];
+      UNROLLED for (int n = 0; n < 4; ++n) k[n] = keys[n][i];
       EACH_ROW(q) {
-        float dot = dots[q];
-        for (int s = 4; s > 0; s /= 2) dot += simd_shuffle_xor(dot, ushort(s));
-        if (scores[q][n] != kNoScore) scores[q][n] = finish_score(args, bias, rows.row[q], j, args.scale * dot);
+        const float4 x = ((device const float4*)(query + long(rows.row[q]) * cache.key.pitch))[i];
+        UNROLLED for (int n = 0; n < 4; ++n)
+          dots[q][n] = fma(k[n].w, x.w, fma(k[n].z, x.z, fma(k[n].y, x.y, fma(k[n].x, x.x, dots[q][n]))));
       }
     }
     simdgroup_barrier(mem_flags::mem_threadgroup);
     EACH_ROW(q) {
       float maximum = kNoScore;
-      UNROLLED for (int n = 0; n < 4; ++n) maximum = largest(maximum, scores[q][n]);
-      raise<N>(softmax, sums, q, largest_of_all(maximum));
       UNROLLED for (int n = 0; n < 4; ++n) {
-        if (piece != 0) continue;
+        float dot = dots[q][n];
+        for (int s = 4; s > 0; s /= 2) dot += simd_shuffle_xor(dot, ushort(s));
+        if (scores[q][n] != kNoScore)
+          scores[q][n] = finish_score(args, bias, rows.row[q], j + 4 * n, args.scale * dot);
+        maximum = largest(maximum, scores[q][n]);
+      }
+      raise<N>(softmax, sums, q, maximum);
+      UNROLLED for (int n = 0; n < 4; ++n) {
         const bool seen = scores[q][n] != kNoScore;
         const float weight = seen ? exp(scores[q][n] - softmax.maximum[q]) : -1.0f;
-        weights[q * kExactTile + 4 * n + lane / 8] = weight;
-        softmax.sum[q] += seen ? weight : 0.0f;
+        if (piece == 0) {
+          weights[q * kExactTile + 4 * n + lane / 8] = weight;
+          softmax.sum[q] += seen ? weight : 0.0f;
+        }
       }
     }
     simdgroup_barrier(mem_flags::mem_threadgroup);
-    for (int t = lanes.part; t < kExactTile; t += lanes.parts) {
-      bool any_seen = false;
-      EACH_ROW(q) any_seen = any_seen || !(weights[q * kExactTile + t] < 0.0f);
-      if (!any_seen) continue;
-      device const float4* value =
-          (device const float4*)seen_row(cache, false, exact, sinks, table, new_value, kv_head, base + t);
+    // Two tokens of this lane's part at a time.
+    ROLLED for (int t = lanes.part; t < kExactTile; t += 2 * lanes.parts) {
+      device const float4* values[2];
+      bool any_seen[2];
+      UNROLLED for (int n = 0; n < 2; ++n) {
+        const int at = t + n * lanes.parts;
+        any_seen[n] = false;
+        EACH_ROW(q) any_seen[n] = any_seen[n] || (at < kExactTile && !(weights[q * kExactTile + at] < 0.0f));
+        values[n] = (device const float4*)new_value;
+        if (any_seen[n])
+          values[n] = (device const float4*)seen_row(cache, false, exact, sinks, table, new_value, kv_head, base + at);
+      }
       UNROLLED for (int half_index = 0; half_index < 2; ++half_index) {
         const int quad = lanes.quad + half_index * kSimd;
         if ((half_index == 1 && kWide == 0) || quad >= lanes.quads) break;
-        const float4 v = value[quad];
-        EACH_ROW(q) {
-          const float weight = weights[q * kExactTile + t];
-          if (weight < 0.0f) continue;
-          if (half_index == 0)
-            sums.first[q] = sums.first[q] + v * weight;
-          else
-            sums.second[q] = sums.second[q] + v * weight;
+        float4 v[2];
+        UNROLLED for (int n = 0; n < 2; ++n) v[n] = values[n][quad];
+        UNROLLED for (int n = 0; n < 2; ++n) {
+          if (!any_seen[n]) continue;
+          EACH_ROW(q) {
+            const float weight = weights[q * kExactTile + t + n * lanes.parts];
+            if (!(weight < 0.0f)) {
+              if (half_index == 0)
+                sums.first[q] = sums.first[q] + v[n] * weight;
+              else
+                sums.second[q] = sums.second[q] + v[n] * weight;
+            }
+          }
         }
       }
     }
@@ -955,7 +961,7 @@ inline void write_split(constant AttendArgs& args, thread const QueryRows<N>& ro
   threadgroup float4* mine = (threadgroup float4*)(weights + simdgroup * share);
   EACH_ROW(q) {
     float maximum = kNoScore;
-    for (int s = 0; s < simdgroups; ++s) maximum = largest(maximum, stats[(s * N + q) * 2]);
+    ROLLED for (int s = 0; s < simdgroups; ++s) maximum = largest(maximum, stats[(s * N + q) * 2]);
     // A simdgroup whose rows see nothing has sum 0; one with nothing but NaN has maximum -inf and sum NaN.
     const float factor = softmax.sum[q] == 0.0f ? 0.0f : exp(softmax.maximum[q] - maximum);
     const float4 first = over_parts<N>(sums.first[q], lanes) * factor;
@@ -968,15 +974,15 @@ inline void write_split(constant AttendArgs& args, thread const QueryRows<N>& ro
     if (rows.end[q] == 0) continue;
     const long at = long(split) * count + rows.row[q] - args.first_token * args.heads;
     const int channels = min(width, lanes.quads * 4 - slice * width);
-    for (int c = thread_index; c < channels; c += threads) {
+    ROLLED for (int c = thread_index; c < channels; c += threads) {
       float sum = 0.0f;
-      for (int s = 0; s < simdgroups; ++s) sum += weights[s * share + q * width + c];
+      ROLLED for (int s = 0; s < simdgroups; ++s) sum += weights[s * share + q * width + c];
       partials[at * args.cache.value.pitch + slice * width + c] = sum;
     }
     if (thread_index != 0 || slice != 0) continue;
     float maximum = kNoScore, sum = 0.0f;
-    for (int s = 0; s < simdgroups; ++s) maximum = largest(maximum, stats[(s * N + q) * 2]);
-    for (int s = 0; s < simdgroups; ++s) {
+    ROLLED for (int s = 0; s < simdgroups; ++s) maximum = largest(maximum, stats[(s * N + q) * 2]);
+    ROLLED for (int s = 0; s < simdgroups; ++s) {
       const float part = stats[(s * N + q) * 2 + 1];
       if (part != 0.0f) sum += part * exp(stats[(s * N + q) * 2] - maximum);
     }
@@ -1017,9 +1023,9 @@ inline void attend_rows(constant AttendArgs& args, device const uchar* pages, de
   }
   if (split < args.low_splits) {
     if (low_from < low_to) {
-      const int first = low_from / kTile, count = (low_to + kTile - 1) / kTile - first;
+      const int first = low_from / kSimd, count = (low_to + kSimd - 1) / kSimd - first;
       attend_low<N>(args, pages, means, table, query, query_codes, query_scales, query_sums, padding, bias, rows, lanes,
-                    kv_head, first + share_begin(count, split, args.low_splits) + simdgroup,
+                    kv_head, low_from, low_to, first + share_begin(count, split, args.low_splits) + simdgroup,
                     first + share_begin(count, split + 1, args.low_splits), simdgroups, mine, lane, softmax, sums);
     }
   } else {
@@ -1089,7 +1095,7 @@ inline void attend_rows(constant AttendArgs& args, device const uchar* pages, de
                   uint index [[thread_index_in_threadgroup]],
                   uint thread_count [[threads_per_threadgroup]]) {
   threadgroup float factors[kMaxSplits];
-  threadgroup float pieces[2 * kMergeThreads];
+  threadgroup float4 pieces[2 * kMergeThreads];
   threadgroup float low[kMaxHeadDim];
   threadgroup float exact[kMaxHeadDim];
   const int row = int(group), lane = int(lane_index), thread_index = int(index), threads = int(thread_count);
@@ -1103,9 +1109,9 @@ inline void attend_rows(constant AttendArgs& args, device const uchar* pages, de
   if (sink > maximum || isnan(sink)) maximum = sink;
   float sum = 0.0f;
   for (int s = lane; s < splits; s += kSimd) {
-    const long at = (long(s) * args.rows + row) * 2;
-    const float part = split_stats[at + 1];
-    const float factor = part == 0.0f ? 0.0f : exp(split_stats[at] - maximum);
+    const long stat = (long(s) * args.rows + row) * 2;
+    const float part = split_stats[stat + 1];
+    const float factor = part == 0.0f ? 0.0f : exp(split_stats[stat] - maximum);
     if (part != 0.0f) sum += part * factor;
     if (thread_index < kSimd) factors[s] = factor;
   }
@@ -1113,50 +1119,43 @@ inline void attend_rows(constant AttendArgs& args, device const uchar* pages, de
   if (sink != kNoScore) sum += exp(sink - maximum);
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  // Threads beyond the row's channels take part of the splits.
-  const int width = (args.dim + kSimd - 1) / kSimd * kSimd, parts = max(1, threads / width);
-  for (int c = thread_index; c < width * parts; c += threads) {
-    const int channel = c % width, part = c / width;
-    float low_sum = 0.0f, exact_sum = 0.0f;
-    if (channel < args.dim)
-      for (int s = part; s < splits; s += parts) {
-        // A split that sees nothing has sums of 0.
-        const float x = factors[s] * partials[(long(s) * args.rows + row) * args.pitch + channel];
-        if (s < args.low_splits)
-          low_sum += x;
-        else
-          exact_sum += x;
-      }
-    if (parts > 1) {
-      pieces[c] = low_sum;
-      pieces[kMergeThreads + c] = exact_sum;
-    } else if (channel < args.dim) {
-      low[channel] = low_sum;
-      exact[channel] = exact_sum;
-    }
+  // A thread has four channels of every parts-th split.
+  const int quads = (args.dim + 3) / 4, width = (quads + kSimd - 1) / kSimd * kSimd, parts = threads / width;
+  const int quad = thread_index % width, part = thread_index / width;
+  float4 low_sum = float4(0.0f), exact_sum = float4(0.0f);
+  if (quad < quads && part < parts) {
+    device const float4* sums = (device const float4*)partials + long(row) * (args.pitch / 4) + quad;
+    const long split_quads = long(args.rows) * (args.pitch / 4);
+    for (int s = part; s < args.low_splits; s += parts) low_sum = low_sum + sums[s * split_quads] * factors[s];
+    for (int s = args.low_splits + part; s < splits; s += parts)
+      exact_sum = exact_sum + sums[s * split_quads] * factors[s];
+    pieces[part * 2 * width + quad] = low_sum;
+    pieces[(part * 2 + 1) * width + quad] = exact_sum;
   }
-  if (parts > 1) {
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (thread_index < args.dim) {
-      float low_sum = 0.0f, exact_sum = 0.0f;
-      for (int part = 0; part < parts; ++part) {
-        low_sum += pieces[part * width + thread_index];
-        exact_sum += pieces[kMergeThreads + part * width + thread_index];
-      }
-      low[thread_index] = low_sum;
-      exact[thread_index] = exact_sum;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  threadgroup float4* low_quads = (threadgroup float4*)low;
+  threadgroup float4* exact_quads = (threadgroup float4*)exact;
+  for (int i = thread_index; i < quads; i += threads) {
+    low_sum = exact_sum = float4(0.0f);
+    for (int p = 0; p < parts; ++p) {
+      low_sum = low_sum + pieces[p * 2 * width + i];
+      exact_sum = exact_sum + pieces[(p * 2 + 1) * width + i];
     }
+    low_quads[i] = low_sum;
+    exact_quads[i] = exact_sum;
   }
   if (args.rotate != 0) rotate_row(low, args.dim, thread_index, threads);
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (int c = thread_index; c < args.dim; c += threads)
-    output[long(row) * args.dim + c] = sum == 0.0f ? 0.0f : (low[c] + exact[c]) / sum;
+  const long at = long(row % args.heads) * args.output_head + long(row / args.heads) * args.output_token;
+  ROLLED for (int c = thread_index; c < args.dim; c += threads)
+    output[at + c] = sum == 0.0f ? 0.0f : (low[c] + exact[c]) / sum;
 }
 
 // ---- for tests -----------------------------------------------------------------------------------------------------
 
-// The int32 dots that attend works with. Threadgroups of one simdgroup: x = tile, y = tile of query rows, z = kv head.
-[[max_total_threads_per_threadgroup(32)]] kernel void scores(constant AttendArgs& args [[buffer(kScoresArgs)]],
+// The int32 dots that attend works with. Threadgroups of one simdgroup: x = 32 tokens, y = two query rows, z = kv head.
+[[max_total_threads_per_threadgroup(32)]] kernel void scores(
+                   constant AttendArgs& args [[buffer(kScoresArgs)]],
                    device const uchar* pages [[buffer(kScoresPages)]],
                    device const int* table [[buffer(kScoresTable)]],
                    device const uint4* query_codes [[buffer(kScoresQueryCodes)]],
@@ -1165,19 +1164,19 @@ inline void attend_rows(constant AttendArgs& args, device const uchar* pages, de
                    uint3 group [[threadgroup_position_in_grid]],
                    uint lane [[thread_index_in_simdgroup]]) {
   constant Cache& cache = args.cache;
-  const int kv_head = int(group.z), tile = int(group.x), rows_of_head = args.tokens * (args.heads / cache.kv_heads);
-  device const uchar* page = low_page(cache, pages, table, tile, kv_head);
+  const int kv_head = int(group.z), piece = int(group.x), rows_of_head = args.tokens * (args.heads / cache.kv_heads);
+  device const uchar* page = low_page(cache, pages, table, piece / 2, kv_head);
   QueryRows<2> rows;
   find_rows<2>(args, kv_head, int(group.y), rows);
   StoreGroups<2> groups;
   groups.out = output + long(kv_head) * rows_of_head * cache.total * cache.key.groups;
-  groups.query_sums = query_sums;
   groups.first = int(group.y) * 2;
-  groups.total = cache.total;
-  groups.token = tile * kTile + int(lane);
   groups.last = rows_of_head;
+  groups.token = piece * kSimd + int(lane);
+  groups.total = cache.total;
+  const int token = piece % 2 * kSimd + int(lane);
   if (cache.key.bits == 4)
-    key_dots<2, 4, StoreGroups<2>>(cache.key, page, query_codes, args.query_chunks, rows, int(lane), groups);
+    key_dots<2, 4, StoreGroups<2>>(cache.key, page, query_codes, query_sums, args.query_chunks, rows, token, groups);
   else
-    key_dots<2, 8, StoreGroups<2>>(cache.key, page, query_codes, args.query_chunks, rows, int(lane), groups);
+    key_dots<2, 8, StoreGroups<2>>(cache.key, page, query_codes, query_sums, args.query_chunks, rows, token, groups);
 }
