@@ -1,4 +1,4 @@
-"""The testers tested: each mistake in broken.metal is caught, and what is sound is not, plain and with sanitizers."""
+"""The testers tested: each mistake in broken.metal is caught, and what is sound is not."""
 
 import functools
 import os
@@ -43,7 +43,7 @@ def sanitizer_works(name: str, folder: Path) -> bool:
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory):
-    """Builds run_broken.cc once for each kind (plain, address, thread); skips where a sanitizer is not there."""
+    """Builds run_broken.cc once for each kind: plain, address, thread; skips without that sanitizer."""
     folder = tmp_path_factory.mktemp("emulator")
     emulated = CUSTOM_OPS / "device" / "emulated"
     common = ["g++", "-std=c++17", "-g", f"-I{CUSTOM_OPS}", f"-I{CUSTOM_OPS / 'include'}"]
@@ -105,7 +105,7 @@ def test_sound_kernels(build, kind, schedule):
     assert np.array_equal(out, [8] * 8 + [0] * 56), printed
 
 
-# -- races: seen by other results in another order, and by ThreadSanitizer at the line --------------------------------
+# -- races: seen by other results in another order, and by ThreadSanitizer at the line ---------------------
 
 RACES = {
     "missing_barrier": ("out[i] = line[(i + 1) % threads] + settings.shift;\n}\n\n// The second", True),
@@ -139,7 +139,7 @@ def test_a_race_is_seen_by_thread_sanitizer(build, kernel):
     assert line in lines, printed
 
 
-# -- bounds ----------------------------------------------------------------------------------------------------------
+# -- bounds ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_threadgroup_memory_begins_as_nan(build):
     assert np.array_equal(out, [-1] * 64)
 
 
-# -- divergence ------------------------------------------------------------------------------------------------------
+# -- divergence --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["plain", "address", "thread"])
