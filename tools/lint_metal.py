@@ -2,7 +2,7 @@
 """Checks the address spaces of Metal kernels with clang: `tools/lint_metal.py [FILES.metal]`.
 
 The emulated and the CUDA device know no address spaces, so a pointer into the wrong one would only be refused
-by Apple's compiler. Here clang refuses it, through the package `libclang` from PyPI (a development dependency).
+by Apple's compiler. Here clang refuses it, through the package `libclang` of PyPI (a development tool).
 Prints what clang says, at lines of the Metal source. Exit code 0: nothing; 1: errors; 77: no libclang.
 """
 

@@ -33,7 +33,7 @@ export PATH="$(dirname "$python"):$PATH"
 version=$("$python" -c 'from importlib.metadata import version; print(version("kvfuse"))')
 cmake -S custom_ops -B "$build" -G Ninja \
   -DCMAKE_CXX_COMPILER="$cxx" -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS="-O1 -g -fno-omit-frame-pointer $flags" \
-  -DSKBUILD_PROJECT_VERSION="$version" -DPython_EXECUTABLE="$python" \
+  -DKVFUSE_CUDA=OFF -DSKBUILD_PROJECT_VERSION="$version" -DPython_EXECUTABLE="$python" \
   -Dpybind11_DIR="$("$python" -m pybind11 --cmakedir)" >/dev/null
 cmake --build "$build"
 rm -rf "$site"
