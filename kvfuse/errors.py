@@ -39,3 +39,7 @@ class LibraryError(KVFuseError):
 
 class SequenceError(KVFuseError):
     """A sequence handle is unknown, in use, or cannot do what was asked."""
+
+
+class DeviceError(KVFuseError):
+    """A device cannot be used on this machine."""

@@ -155,6 +155,12 @@ std::string NodeName(const OrtKernelInfo* info) {
   return name;
 }
 
+const OrtLogger* Logger(const OrtKernelInfo* info) {
+  const OrtLogger* logger = nullptr;
+  Check(Api().KernelInfo_GetLogger(info, &logger));
+  return logger;
+}
+
 std::string ConfigEntry(const OrtKernelInfo* info, const char* key) {
   OrtKeyValuePairs* entries = nullptr;
   Check(Api().KernelInfo_GetConfigEntries(info, &entries));
