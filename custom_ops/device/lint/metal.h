@@ -93,10 +93,10 @@ KVFUSE_1(popcount) KVFUSE_1(reverse_bits) KVFUSE_2(atan2) KVFUSE_2(copysign) KVF
 KVFUSE_2(fmin) KVFUSE_2(fmod) KVFUSE_2(max) KVFUSE_2(min) KVFUSE_2(pow) KVFUSE_2(powr) KVFUSE_2(step)
 KVFUSE_2(absdiff) KVFUSE_2(mulhi) KVFUSE_2(mul24) KVFUSE_2(rotate) KVFUSE_3(clamp) KVFUSE_3(fma) KVFUSE_3(mix)
 KVFUSE_3(mad24) KVFUSE_TO_BOOL(isfinite) KVFUSE_TO_BOOL(isinf) KVFUSE_TO_BOOL(isnan) KVFUSE_TO_BOOL(isnormal)
-KVFUSE_TO_BOOL(signbit) KVFUSE_TO_BOOL(any) KVFUSE_TO_BOOL(all)
-    // clang-format on
-    template <typename T>
-    auto dot(T a, T) -> decltype(a.x + a.y);
+KVFUSE_TO_BOOL(signbit) KVFUSE_TO_BOOL(any) KVFUSE_TO_BOOL(all);
+// clang-format on
+template <typename T>
+auto dot(T a, T) -> decltype(a.x + a.y);
 template <typename T>
 auto length(T a) -> decltype(a.x + a.y);
 template <typename T, typename C>
@@ -116,9 +116,9 @@ using namespace metal;
 // clang-format off
 KVFUSE_1(simd_sum) KVFUSE_1(simd_product) KVFUSE_1(simd_max) KVFUSE_1(simd_min) KVFUSE_1(simd_and) KVFUSE_1(simd_or)
 KVFUSE_1(simd_xor) KVFUSE_1(simd_broadcast_first) KVFUSE_1(simd_prefix_inclusive_sum)
-KVFUSE_1(simd_prefix_exclusive_sum)
-    // clang-format on
-    bool simd_any(bool);
+KVFUSE_1(simd_prefix_exclusive_sum);
+// clang-format on
+bool simd_any(bool);
 bool simd_all(bool);
 bool simd_is_first();
 #define KVFUSE_LANE(name) \
@@ -126,15 +126,10 @@ bool simd_is_first();
   T name(T, ushort);
 // clang-format off
 KVFUSE_LANE(simd_broadcast) KVFUSE_LANE(simd_shuffle) KVFUSE_LANE(simd_shuffle_xor) KVFUSE_LANE(simd_shuffle_up)
-KVFUSE_LANE(simd_shuffle_down)
-    // clang-format on
+KVFUSE_LANE(simd_shuffle_down);
+// clang-format on
 
-    enum class mem_flags {
-      mem_none,
-      mem_device,
-      mem_threadgroup,
-      mem_texture
-    };
+enum class mem_flags { mem_none, mem_device, mem_threadgroup, mem_texture };
 mem_flags operator|(mem_flags, mem_flags);
 void threadgroup_barrier(mem_flags);
 void simdgroup_barrier(mem_flags);
