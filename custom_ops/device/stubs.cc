@@ -8,7 +8,7 @@ std::unique_ptr<Device> metal_backend::Make() { return nullptr; }
 #endif
 #if !defined(KVFUSE_CUDA)
 std::string cuda_backend::Reason() {
-  return "built without CUDA: there was no nvcc, or KVFUSE_CUDA was off, when kvfuse was built";
+  return "built without CUDA: nvcc or an NVIDIA driver was missing when kvfuse was built";
 }
 std::unique_ptr<Device> cuda_backend::Make() { return nullptr; }
 #endif
