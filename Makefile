@@ -35,6 +35,7 @@ demo: setup
 	$(BIN)/python models/demo.py
 
 test: check test-minimum test-metal
+	tools/get_emulators.sh
 	$(BIN)/python -m pytest
 
 # The declared minimum of onnxruntime, beside the environment rather than in it; and the reference kernel, which the
