@@ -1,6 +1,7 @@
 # make demo    build everything, rewrite a real model, run it beside the original, print the table
 # make test    build everything, lint, type-check, run all tests
 # make check   the part of `make test` that runs no tests;  make fix  applies what can be applied
+# make quality   measures cache formats on real models, writes the tables of docs/quality.md (an hour and more)
 # make goldens   writes the expected halves of the graph cases anew
 # make bench   kvfuse beside other runtimes: everything in docs/benchmarks.md, about two hours of an idle machine;
 #   make bench-quick: some minutes;  make bench-docs: puts what was measured into docs/
@@ -11,7 +12,7 @@ BIN = $(VENV)/bin
 MINIMUM_ORT = 1.24.4
 export PYTHON_IN_VENV = $(abspath $(BIN))/python
 
-.PHONY: setup demo test test-minimum test-metal check fix goldens bench bench-quick bench-docs sanitize fuzz clean
+.PHONY: setup demo test test-minimum test-metal check fix goldens bench bench-quick bench-docs quality sanitize fuzz clean
 
 # One stamp per input of the build: sources are only compiled again when one changed.
 NATIVE = $(shell find custom_ops -type f -not -path '*/fuzz/*') pyproject.toml
@@ -87,6 +88,10 @@ bench-docs: $(VENV)/.kvfuse-bench
 	$(BIN)/python benchmarks/report.py $(wildcard $(addprefix $(MEASURED)/, attention.json attention_avx2.json stages.json \
 	  visible_keys.json memory.json end_to_end.json)) --write docs/benchmarks.md
 	$(BIN)/python benchmarks/plot.py $(MEASURED)/end_to_end.json docs/img/context.svg
+
+quality: setup
+	$(BIN)/python -m pip install --quiet --group quality
+	$(BIN)/python benchmarks/quality.py
 
 sanitize: setup
 	PYTHON=$(PYTHON_IN_VENV) tools/sanitize.sh address
