@@ -28,7 +28,7 @@ KERNELS = ROOT / "custom_ops" / "metal" / "kernels.metal"
 DOCUMENT = ROOT / "docs" / "apple_gpus.md"
 MARKS = ("<!-- tables: benchmarks/apple_model.py --update -->", "<!-- end of tables -->")
 # The text whose loops and branches `operations` describes: the first digits of its sha256.
-COUNTED = "60f34c2b6826"
+COUNTED = "ab6e4acd73b6"
 HEAD_DIM, BLOCK = 128, 64
 F16_BYTES = 2 * HEAD_DIM * 2  # of one token's key and value
 SHARING = (1, 4)  # query heads of a kv head
