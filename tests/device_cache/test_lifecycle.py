@@ -6,7 +6,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from caches import DEVICE, Tokens, assert_canonical, assert_close, assert_same, feed, make, model, random_tokens, step
+from caches import (
+    DEVICE,
+    Tokens,
+    assert_canonical,
+    assert_close,
+    assert_same,
+    feed,
+    make,
+    model,
+    random_tokens,
+    step,
+)
 from reference import OpConfig
 
 from kvfuse import _native
