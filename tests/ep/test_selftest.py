@@ -40,8 +40,8 @@ def _on_device(name, change):
     """Wraps _run so that on any device but the CPU its results are changed."""
     plain = device_selftest._run
 
-    def changed(device, attributes, tokens):
-        state, output = plain(device, attributes, tokens)
+    def changed(device, attributes, tokens, variant=None):
+        state, output = plain(device, attributes, tokens, variant)
         if device != "cpu" and attributes == device_selftest.CASES[name]:
             change(state, output)
         return state, output
