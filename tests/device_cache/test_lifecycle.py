@@ -108,7 +108,9 @@ def test_forks_share_pages_until_one_writes() -> None:
     feed(cache, config, tokens, [tokens.count])
     forks = [cache.fork() for _ in range(20)]
     one = random_tokens(5, 1, heads=1, kv_heads=1, head_dim=32)
-    for fork in forks:  # each takes a page of its own for the last, half-filled one: the pool grows under the others
+    for (
+        fork
+    ) in forks:  # each takes a page of its own for the last, half-filled one: the pool grows under the others
         step(fork, config, one)
     assert_canonical(cache.snapshot(), config, tokens)
     for fork in forks:
