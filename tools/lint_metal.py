@@ -7,12 +7,15 @@ what clang says, at lines of the Metal source. Exit code 0: nothing; 1: errors; 
 """
 
 import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 CUSTOM_OPS = Path(__file__).resolve().parents[1] / "custom_ops"
+sys.path.append(str(CUSTOM_OPS / "metal"))
+
+import translate  # noqa: E402 - found through the line above
+
 FLAGS = ["-std=c++17", "-fsyntax-only", "-nostdinc", "-fsigned-char", f"-I{CUSTOM_OPS}"]
 QUIET = ["-Wno-unknown-attributes", "-Wno-duplicate-decl-specifier", "-Wno-unused-function"]
 
@@ -26,8 +29,7 @@ def main(files: list[str]) -> int:
     paths = files or [str(path) for path in sorted((CUSTOM_OPS / "metal").glob("*.metal"))]
     with tempfile.TemporaryDirectory() as folder:
         translated = Path(folder) / "kernels.cc"
-        command = [sys.executable, str(CUSTOM_OPS / "metal" / "translate.py"), "lint", "-", str(translated), *paths]
-        if subprocess.run(command, check=False).returncode != 0:
+        if translate.main(["lint", "-", str(translated), *paths]) != 0:
             return 1
         unit = cindex.Index.create().parse(str(translated), args=[*FLAGS, *QUIET])
         lines = translated.read_text(encoding="utf-8").splitlines()

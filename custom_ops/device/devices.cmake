@@ -49,7 +49,7 @@ if(KVFUSE_CUDA AND CMAKE_CUDA_COMPILER)
   set_target_properties(kvfuse_cuda_kernels PROPERTIES CUDA_STANDARD 17 CUDA_STANDARD_REQUIRED ON)
   target_include_directories(kvfuse_cuda_kernels PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}" "${CMAKE_CURRENT_SOURCE_DIR}/include")
   # Equality is promised: no contraction of a*b+c.
-  target_compile_options(kvfuse_cuda_kernels PRIVATE -fmad=false)
+  target_compile_options(kvfuse_cuda_kernels PRIVATE -fmad=false --threads=0)
   target_sources(kvfuse_ops PRIVATE device/cuda/device.cc device/cuda/staging.cc $<TARGET_OBJECTS:kvfuse_cuda_kernels>)
   target_compile_definitions(kvfuse_ops PRIVATE KVFUSE_CUDA)
   target_link_libraries(kvfuse_ops PRIVATE CUDA::cudart_static)

@@ -92,7 +92,9 @@ class Program:
         self.constants: list[Constant] = []
         self.instances: list[Instance] = []
         self.functions: list[Token] = []  # first token of every function that is no kernel
-        self.globals: list[tuple[Token, list[Token]]] = []  # `constant` at program scope, and its const/constexpr
+        self.globals: list[
+            tuple[Token, list[Token]]
+        ] = []  # `constant` at program scope, and its const/constexpr
         self.shared: list[list[Token]] = []  # threadgroup variables, from `threadgroup` to before `;`
         self.names: set[str] = set()
         self.uses: dict[str, set[str]] = {}  # function or macro -> names in its body
@@ -229,7 +231,11 @@ class Program:
         parenthesis = -1
         j = i
         while j < end and self.code[j].text not in (";", "{", "="):
-            if self.code[j].text == "(" and parenthesis < 0 and self.code[j - 1].text not in ("alignas", "decltype"):
+            if (
+                self.code[j].text == "("
+                and parenthesis < 0
+                and self.code[j - 1].text not in ("alignas", "decltype")
+            ):
                 parenthesis = j
             if self.code[j].text == "operator":  # `operator=` and `operator()` name a function
                 j = next(k for k in range(j + 2, end) if self.code[k].text == "(")
@@ -274,7 +280,9 @@ class Program:
         if type_word.text not in ("int", "uint", "bool") or self.code[j].text != ";":
             type_word.fail("a function constant of type int, uint or bool without a value")
         after = self.all[self.all.index(self.code[j]) + 1 :][:2]
-        values = next((re.search(r"values:\s*([-\d, ]+)", t.text) for t in after if t.kind == "comment"), None)
+        values = next(
+            (re.search(r"values:\s*([-\d, ]+)", t.text) for t in after if t.kind == "comment"), None
+        )
         self.constants.append(
             Constant(
                 name.text,
@@ -294,7 +302,9 @@ class Program:
         if "host_name" not in attributes:
             self.code[i].fail('[[host_name("…")]] after template')
         words = [self.code[k].text for k in plain]
-        match = re.fullmatch(r"template (?:kernel )?decltype \( (\w+) < (.*) > \) (\w+) < (.*) >", " ".join(words))
+        match = re.fullmatch(
+            r"template (?:kernel )?decltype \( (\w+) < (.*) > \) (\w+) < (.*) >", " ".join(words)
+        )
         if not match or match.groups()[:2] != match.groups()[2:]:
             self.code[i].fail('template [[host_name("…")]] kernel decltype(f<…>) f<…>;')
         self.instances.append(Instance(attributes["host_name"].strip('"'), match.group(1), match.group(2)))
@@ -308,7 +318,9 @@ class Program:
             name.fail("a kernel of type void with its body")
         word = next((t for t in self.code[i:parenthesis] if t.text == "kernel" and t.out), self.code[i])
         close = self._closing(j)
-        kernel = Kernel(name.text, self._parameters(parenthesis), word, self.code[close], header, template_names)
+        kernel = Kernel(
+            name.text, self._parameters(parenthesis), word, self.code[close], header, template_names
+        )
         indices = [p.index for p in kernel.arguments]
         if indices != list(range(len(indices))):
             name.fail(f"buffer indices 0 to {len(indices) - 1}, each once, in a kernel")
@@ -332,13 +344,21 @@ class Program:
             position = next((a for a in attributes if a in POSITIONS), "")
             if "buffer" in attributes:
                 parameter.index = self._number(attributes["buffer"], self.code[begin])
-                wanted = r"(const )?(device|constant)\b.*[*&]" if not parameter.reference else r"(const )?constant\b.*&"
+                wanted = (
+                    r"(const )?(device|constant)\b.*[*&]"
+                    if not parameter.reference
+                    else r"(const )?constant\b.*&"
+                )
                 if not re.fullmatch(wanted, parameter.type):
-                    self.code[begin].fail("a pointer to device or constant memory, or a reference to constant memory")
+                    self.code[begin].fail(
+                        "a pointer to device or constant memory, or a reference to constant memory"
+                    )
             elif position:
                 parameter.position = POSITIONS[position]
             else:
-                self.code[begin].fail("[[buffer(n)]] or the attribute of a position at a parameter of a kernel")
+                self.code[begin].fail(
+                    "[[buffer(n)]] or the attribute of a position at a parameter of a kernel"
+                )
             result.append(parameter)
             begin = i + 1
         return result
@@ -374,12 +394,16 @@ class Program:
     def _common_words(self) -> None:
         """Literals without a suffix are float in Metal; swizzles become calls."""
         for i, token in enumerate(self.code):
-            if token.kind == "number" and re.fullmatch(r"(\d[\d']*\.[\d']*|\.\d+)([eE][-+]?\d+)?|\d+[eE][-+]?\d+", token.text):
+            if token.kind == "number" and re.fullmatch(
+                r"(\d[\d']*\.[\d']*|\.\d+)([eE][-+]?\d+)?|\d+[eE][-+]?\d+", token.text
+            ):
                 token.out = token.text + "f"
             elif token.kind == "number" and token.text[-1] in "hH" and not token.text.startswith("0x"):
                 value = token.text[:-1]
                 token.out = f"half({value if '.' in value or 'e' in value else value + '.0'}f)"
-            elif token.text in SWIZZLES and i and self.code[i - 1].text == "." and self.code[i + 1].text != "(":
+            elif (
+                token.text in SWIZZLES and i and self.code[i - 1].text == "." and self.code[i + 1].text != "("
+            ):
                 if self.code[i + 1].text == "=" and self.code[i + 2].text != "=":
                     token.fail("a swizzle that is read, not written")
                 token.out = token.text + "()"
@@ -396,6 +420,8 @@ class Program:
                 token.fail("a word of the Metal Shading Language that the shims know")
             following = self.code[i + 1].text if i + 1 < len(self.code) else ""
             before = self.code[i - 1] if i else None
-            declares = before and before.kind == "name" and before.text not in KEYWORDS and before.text != "kernel"
+            declares = (
+                before and before.kind == "name" and before.text not in KEYWORDS and before.text != "kernel"
+            )
             if following == "(" and token.text not in known and not declares:
                 token.fail("a function of this program or a Metal builtin that the shims know")

@@ -34,7 +34,11 @@ def main(arguments: list[str]) -> int:
     try:
         for path in inputs:
             source += [*read(Path(path), Path(path).name, seen), Token("space", "\n", path, 0)]
-        text = "".join(t.out for t in source) if target == "flat" else WRITERS[target](Program(source), symbol, Path(out))
+        text = (
+            "".join(t.out for t in source)
+            if target == "flat"
+            else WRITERS[target](Program(source), symbol, Path(out))
+        )
     except TranslationError as error:
         print(error, file=sys.stderr)
         return 1
@@ -92,7 +96,9 @@ def constant_rows(program: Program) -> str:
 
 def call(kernel: Kernel, argument: Callable[[Parameter], str]) -> str:
     """The call of the kernel's body; `argument` says where an argument comes from."""
-    parts = [f"metal::As<{p.type}>(at.{p.position}())" if p.position else argument(p) for p in kernel.parameters]
+    parts = [
+        f"metal::As<{p.type}>(at.{p.position}())" if p.position else argument(p) for p in kernel.parameters
+    ]
     names = f"<{', '.join(kernel.template_names)}>" if kernel.template_names else ""
     return f"{kernel.name}{names}({', '.join(parts)})"
 
@@ -195,7 +201,9 @@ def cuda(program: Program, symbol: str, out: Path) -> str:
             pairs = ", ".join(f"{{{index}, {value}}}" for index, value in used)
             for instance in program.instances:
                 if instance.kernel == kernel.name:
-                    row = instance_row(program, instance, "reinterpret_cast<const void*>(&{})", f"pass_{number}")
+                    row = instance_row(
+                        program, instance, "reinterpret_cast<const void*>(&{})", f"pass_{number}"
+                    )
                     rows.append(f"{{{row}, {{{pairs}}}}}")
         if emitted:
             passes.append(cuda_pass(program, number, values, emitted, out.name))
@@ -214,7 +222,7 @@ __constant__ int function_constants[cuda::kMaxConstants];
 namespace cuda {{
 const Program& {symbol}() {{
   static const Program program{{{{{constant_rows(program)}}}, {{
-  {(","+chr(10)+"  ").join(rows)}}}, {{{needed}}}, &function_constants}};
+  {("," + chr(10) + "  ").join(rows)}}}, {{{needed}}}, &function_constants}};
   return program;
 }}
 }}
@@ -274,14 +282,17 @@ def lint(program: Program, symbol: str, out: Path) -> str:
     for i, token in enumerate(program.code):
         if token.text in SWIZZLES:
             token.out = token.text  # clang's vectors have them
-        elif token.text in VECTORS and [t.text for t in program.code[i + 1 : i + 3]] not in (["(", "&"], ["(", "*"]):
+        elif token.text in VECTORS and [t.text for t in program.code[i + 1 : i + 3]] not in (
+            ["(", "&"],
+            ["(", "*"],
+        ):
             if program.code[i + 1].text == "(":
                 token.out = f"make_{token.text}"
     for words in program.shared:
         words[0].out = "static threadgroup"
     for constant in program.constants:
         constant.first.before = "extern "
-    return f"#include \"device/lint/metal.h\"\nusing namespace metal;\n{joined(program)}"
+    return f'#include "device/lint/metal.h"\nusing namespace metal;\n{joined(program)}'
 
 
 WRITERS = {"emulated": emulated, "cuda": cuda, "lint": lint}

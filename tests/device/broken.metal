@@ -31,7 +31,11 @@ kernel void sum_of_the_rest(device const int* in [[buffer(0)]], device int* out 
   out[i] = simd_sum(in[i]);
 }
 
-kernel void constant_value(device int* out [[buffer(0)]], uint i [[thread_index_in_threadgroup]]) { out[i] = kMode; }
+// The dispatch does not set kMode.
+kernel void constant_value(device const int* in [[buffer(0)]], device int* out [[buffer(1)]],
+                           constant Settings& settings [[buffer(2)]], uint i [[thread_index_in_threadgroup]]) {
+  out[i] = in[i] + settings.shift + kMode;
+}
 
 kernel void count_atomically(device const int* in [[buffer(0)]], device atomic_int* out [[buffer(1)]],
                              constant Settings& settings [[buffer(2)]], uint i [[thread_index_in_threadgroup]]) {
@@ -106,6 +110,18 @@ kernel void shared_beyond(device const int* in [[buffer(0)]], device int* out [[
   out[i] = first[i + settings.shift] + second[i];
 }
 
+// Known to AddressSanitizer only, through what lies between the arrays.
+kernel void shared_beyond_by_pointer(device const int* in [[buffer(0)]], device int* out [[buffer(1)]],
+                                     constant Settings& settings [[buffer(2)]],
+                                     uint i [[thread_index_in_threadgroup]]) {
+  threadgroup int first[32];
+  threadgroup int second[32];
+  first[i] = second[i] = in[i];
+  threadgroup int* p = first;
+  p += i;
+  out[i] = *(p + settings.shift);
+}
+
 kernel void too_much_shared(device const int* in [[buffer(0)]], device int* out [[buffer(1)]],
                             constant Settings& settings [[buffer(2)]], uint i [[thread_index_in_threadgroup]]) {
   threadgroup int first[4096];
@@ -116,9 +132,11 @@ kernel void too_much_shared(device const int* in [[buffer(0)]], device int* out 
 
 kernel void shared_before_it_is_written(device const int* in [[buffer(0)]], device int* out [[buffer(1)]],
                                         constant Settings& settings [[buffer(2)]],
-                                        uint i [[thread_index_in_threadgroup]]) {
+                                        uint i [[thread_index_in_threadgroup]],
+                                        uint group [[threadgroup_position_in_grid]]) {
   threadgroup float line[32];
-  out[i] = isnan(line[i]) ? -1 : in[i] + settings.shift;
+  out[32 * group + i] = isnan(line[i]) ? -1 : in[i] + settings.shift;
+  line[i] = 0.0;
 }
 
 // -- divergence ------------------------------------------------------------------------------------------------------

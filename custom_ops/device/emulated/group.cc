@@ -34,6 +34,7 @@ struct Simdgroup {
   int phase = 0;
   Lanes lanes[2];
   Bits result[2];
+  Bits (*combine)(const Lanes&) = nullptr;
   char order[2];  // what ThreadSanitizer orders barriers by
 };
 
@@ -216,13 +217,8 @@ Bits Group::Meet(Bits mine, Bits (*combine)(const Lanes&), Site site, const Lane
   simdgroup.arrived |= 1u << lane;
   self.site = site;
   self.state = Thread::kInSimd;
+  simdgroup.combine = combine;
   if (simdgroup.arrived == simdgroup.alive) {
-    if (combine != nullptr) {
-      Lanes& all = simdgroup.lanes[phase];
-      all.active = simdgroup.arrived;
-      all.descending = schedule_.order != Schedule::kForward;
-      simdgroup.result[phase] = combine(all);
-    }
     CompleteSimd(simdgroup, first, &self);
   } else {
     Block();
@@ -231,8 +227,12 @@ Bits Group::Meet(Bits mine, Bits (*combine)(const Lanes&), Site site, const Lane
   return simdgroup.result[phase];
 }
 
+// All lanes that have not ended are there: by the arrival of the last, or by its end.
 void Group::CompleteSimd(Simdgroup& simdgroup, uint32_t first_thread, const Thread* last) {
-  simdgroup.lanes[simdgroup.phase].active = simdgroup.arrived;
+  Lanes& lanes = simdgroup.lanes[simdgroup.phase];
+  lanes.active = simdgroup.arrived;
+  lanes.descending = schedule_.order != Schedule::kForward;
+  if (simdgroup.combine != nullptr) simdgroup.result[simdgroup.phase] = simdgroup.combine(lanes);
   InOrder(kSimdWidth, [&](uint32_t lane) {
     if ((simdgroup.arrived >> lane & 1u) == 0) return;
     Thread& thread = *threads_[first_thread + lane];

@@ -38,7 +38,7 @@ struct AttendArgs {
   CacheView cache;
   int kv_head = 0;
   int64_t query_begin = 0, query_end = 0;
-  int64_t key_begin = 0, key_end = INT64_MAX;  // multiples of kPageTokens, or beyond all keys
+  int64_t key_begin = 0, key_end = INT64_MAX;  // multiples of 256, or beyond all keys
   float* partials = nullptr;  // where the softmax over those keys goes, query by query; null: into the output
 };
 
