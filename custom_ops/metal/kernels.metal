@@ -455,10 +455,11 @@ inline void start(thread Softmax<N>& softmax, thread Sums<N>& sums) {
   }
 }
 
-// Takes the maximum of a tile into account: what was summed so far shrinks.
+// Takes every lane's score into account: where one is a new maximum, what was summed so far shrinks.
 template <int N>
-inline void raise(thread Softmax<N>& softmax, thread Sums<N>& sums, int q, float maximum) {
-  if (!(maximum > softmax.maximum[q])) return;
+inline void raise(thread Softmax<N>& softmax, thread Sums<N>& sums, int q, float score) {
+  if (!simd_any(score > softmax.maximum[q])) return;
+  const float maximum = largest_of_all(largest(softmax.maximum[q], score));
   const float shrink = exp(softmax.maximum[q] - maximum);
   softmax.maximum[q] = maximum;
   softmax.sum[q] *= shrink;
@@ -494,103 +495,87 @@ inline float finish_score(constant AttendArgs& args, device const float* bias, i
   return score;
 }
 
-// Receives the int32 dots of each group of channels, for two tokens of a lane: s_k * dot added up in f32.
+// Receives the int32 dot of each group of channels of this lane's token: s_k * dot, added up in f32.
 template <int N>
 struct ScoreGroups {
-  device const uchar* page;
-  device const int* query_sums;  // of the first row
-  int token;
-  float scores[N][2];
+  float scores[N];
 };
 
 template <int N>
-inline void take_group(thread ScoreGroups<N>& groups, constant Side& side, thread const QueryRows<N>& rows, int group,
-                       thread int (&dots)[N][2]) {
-  const float a = scale_of(side, groups.page, group, groups.token);
-  const float b = scale_of(side, groups.page, group, groups.token + kSimd);
-  EACH_ROW(q) {
-    const int offset = side.bits == 4 ? 8 * groups.query_sums[rows.row[q] * side.groups + group] : 0;
-    groups.scores[q][0] = fma(a, float(dots[q][0] - offset), groups.scores[q][0]);
-    groups.scores[q][1] = fma(b, float(dots[q][1] - offset), groups.scores[q][1]);
-  }
+inline void take_group(thread ScoreGroups<N>& groups, thread const QueryRows<N>&, int, int, float scale,
+                       thread int (&dots)[N]) {
+  EACH_ROW(q) groups.scores[q] = fma(scale, float(dots[q]), groups.scores[q]);
 }
 
 // For the test kernel `scores`: the dots themselves.
 template <int N>
 struct StoreGroups {
   device int* out;  // [rows of one kv head][total][groups]
-  device const int* query_sums;
-  int first, total, token;  // first row, row length, position
-  int last;                 // rows there are
+  int first, last;  // row of q = 0, rows there are
+  int token, total;
 };
 
 template <int N>
-inline void take_group(thread StoreGroups<N>& groups, constant Side& side, thread const QueryRows<N>& rows, int group,
-                       thread int (&dots)[N][2]) {
+inline void take_group(thread StoreGroups<N>& groups, thread const QueryRows<N>&, int group, int group_count, float,
+                       thread int (&dots)[N]) {
   EACH_ROW(q) {
-    const int offset = side.bits == 4 ? 8 * groups.query_sums[rows.row[q] * side.groups + group] : 0;
-    UNROLLED for (int u = 0; u < 2; ++u) {
-      const int j = groups.token + u * kSimd;
-      if (groups.first + q < groups.last && j < groups.total)
-        groups.out[(long(groups.first + q) * groups.total + j) * side.groups + group] = dots[q][u] - offset;
-    }
+    if (groups.first + q < groups.last && groups.token < groups.total)
+      groups.out[(long(groups.first + q) * groups.total + groups.token) * group_count + group] = dots[q];
   }
 }
 
-// One 16-byte chunk of two tokens against N queries.
+// One 16-byte chunk of a token against N queries.
 template <int N, int kBits>
-inline void add_chunk(uint4 a, uint4 b, device const uint4* query_codes, int query_chunks,
-                      thread const QueryRows<N>& rows, int chunk, thread int (&dots)[N][2]) {
+inline void add_chunk(uint4 key, device const uint4* query_codes, int query_chunks, thread const QueryRows<N>& rows,
+                      int chunk, thread int (&dots)[N]) {
   EACH_ROW(q) {
     device const uint4* query = query_codes + rows.row[q] * query_chunks;
     if (kBits == 4) {
       const uint4 x = query[2 * chunk], y = query[2 * chunk + 1];
-      dots[q][0] = dot_nibbles(a.x, x.x, x.y, dots[q][0]);
-      dots[q][1] = dot_nibbles(b.x, x.x, x.y, dots[q][1]);
-      dots[q][0] = dot_nibbles(a.y, x.z, x.w, dots[q][0]);
-      dots[q][1] = dot_nibbles(b.y, x.z, x.w, dots[q][1]);
-      dots[q][0] = dot_nibbles(a.z, y.x, y.y, dots[q][0]);
-      dots[q][1] = dot_nibbles(b.z, y.x, y.y, dots[q][1]);
-      dots[q][0] = dot_nibbles(a.w, y.z, y.w, dots[q][0]);
-      dots[q][1] = dot_nibbles(b.w, y.z, y.w, dots[q][1]);
+      dots[q] = dot_nibbles(key.x, x.x, x.y, dots[q]);
+      dots[q] = dot_nibbles(key.y, x.z, x.w, dots[q]);
+      dots[q] = dot_nibbles(key.z, y.x, y.y, dots[q]);
+      dots[q] = dot_nibbles(key.w, y.z, y.w, dots[q]);
     } else {
       const uint4 x = query[chunk];
-      dots[q][0] = dot_bytes(a.x, x.x, dots[q][0]);
-      dots[q][1] = dot_bytes(b.x, x.x, dots[q][1]);
-      dots[q][0] = dot_bytes(a.y, x.y, dots[q][0]);
-      dots[q][1] = dot_bytes(b.y, x.y, dots[q][1]);
-      dots[q][0] = dot_bytes(a.z, x.z, dots[q][0]);
-      dots[q][1] = dot_bytes(b.z, x.z, dots[q][1]);
-      dots[q][0] = dot_bytes(a.w, x.w, dots[q][0]);
-      dots[q][1] = dot_bytes(b.w, x.w, dots[q][1]);
+      dots[q] = dot_bytes(key.x, x.x, dots[q]);
+      dots[q] = dot_bytes(key.y, x.y, dots[q]);
+      dots[q] = dot_bytes(key.z, x.z, dots[q]);
+      dots[q] = dot_bytes(key.w, x.w, dots[q]);
     }
   }
 }
 
-// The integer dots of tokens lane and lane + 32 of a page with N queries, handed on group by group. Four chunks are
-// asked for at once, so that their loads overlap.
+// The integer dots of token `token` of a page with N queries, handed on group by group. Four chunks and their scales
+// are asked for at once, so that their loads overlap.
 template <int N, int kBits, typename Groups>
-inline void key_dots(constant Side& side, device const uchar* page, device const uint4* query_codes, int query_chunks,
-                     thread const QueryRows<N>& rows, int lane, thread Groups& groups) {
-  device const uint4* codes = (device const uint4*)(page + side.offset) + lane;
+inline void key_dots(constant Side& side, device const uchar* page, device const uint4* query_codes,
+                     device const int* query_sums, int query_chunks, thread const QueryRows<N>& rows, int token,
+                     thread Groups& groups) {
+  device const uint4* codes = (device const uint4*)(page + side.offset) + token;
   const int group_chunks = side.group_size == 0 ? side.chunks : side.group_size * kBits / 128;
-  int dots[N][2];
-  EACH_ROW(q) dots[q][0] = dots[q][1] = 0;
+  int dots[N];
+  EACH_ROW(q) dots[q] = 0;
   int group = 0, left = group_chunks;
   for (int first = 0; first < side.chunks; first += 4) {
-    uint4 a[4], b[4];
-UNROLLED for (int i = 0; i < 4; ++i) {
-      const int chunk = min(first + i, side.chunks - 1);
-      a[i] = codes[chunk * kTile];
-      b[i] = codes[chunk * kTile + kSimd];
+    uint4 keys[4];
+    float scales[4];
+    UNROLLED for (int i = 0; i < 4; ++i) keys[i] = codes[min(first + i, side.chunks - 1) * kTile];
+    scales[0] = scale_of(side, page, group, token);
+    UNROLLED for (int i = 1; i < 4; ++i) {
+      scales[i] = scales[0];
+      if (side.group_size != 0) scales[i] = scale_of(side, page, min(first + i, side.chunks - 1) / group_chunks, token);
     }
-UNROLLED for (int i = 0; i < 4; ++i) {
+    UNROLLED for (int i = 0; i < 4; ++i) {
       if (first + i < side.chunks) {
-        add_chunk<N, kBits>(a[i], b[i], query_codes, query_chunks, rows, first + i, dots);
+        add_chunk<N, kBits>(keys[i], query_codes, query_chunks, rows, first + i, dots);
         left -= 1;
         if (left == 0 || first + i + 1 == side.chunks) {
-          take_group<N>(groups, side, rows, group, dots);
-          EACH_ROW(q) dots[q][0] = dots[q][1] = 0;
+          if (kBits == 4) {  // codes are stored + 8
+            EACH_ROW(q) dots[q] -= 8 * query_sums[rows.row[q] * side.groups + group];
+          }
+          take_group<N>(groups, rows, group, side.groups, scales[i], dots);
+          EACH_ROW(q) dots[q] = 0;
           group += 1;
           left = group_chunks;
         }
@@ -602,26 +587,26 @@ UNROLLED for (int i = 0; i < 4; ++i) {
 // The same for keys stored as halves, against the query as given.
 template <int N>
 inline void half_scores(constant Side& side, device const uchar* page, device const float* query,
-                        thread const QueryRows<N>& rows, int lane, thread float (&scores)[N][2]) {
-  device const uint4* codes = (device const uint4*)(page + side.offset) + lane;
+                        thread const QueryRows<N>& rows, int token, thread float (&scores)[N]) {
+  device const uint4* codes = (device const uint4*)(page + side.offset) + token;
   for (int chunk = 0; chunk < side.chunks; ++chunk) {
-    const uint4 a = codes[chunk * kTile], b = codes[chunk * kTile + kSimd];
+    const uint4 key = codes[chunk * kTile];
     EACH_ROW(q) {
       device const float4* x = (device const float4*)(query + long(rows.row[q]) * side.pitch) + 2 * chunk;
       const float4 low = x[0], high = x[1];
-      scores[q][0] = dot_halves(a.w, high.z, high.w, dot_halves(a.z, high.x, high.y,
-                     dot_halves(a.y, low.z, low.w, dot_halves(a.x, low.x, low.y, scores[q][0]))));
-      scores[q][1] = dot_halves(b.w, high.z, high.w, dot_halves(b.z, high.x, high.y,
-                     dot_halves(b.y, low.z, low.w, dot_halves(b.x, low.x, low.y, scores[q][1]))));
+      scores[q] = dot_halves(key.x, low.x, low.y, scores[q]);
+      scores[q] = dot_halves(key.y, low.z, low.w, scores[q]);
+      scores[q] = dot_halves(key.z, high.x, high.y, scores[q]);
+      scores[q] = dot_halves(key.w, high.z, high.w, scores[q]);
     }
   }
 }
 
-// Adds q . mean of each token's block. [from, to): tokens of the tile that are seen.
+// Adds q . mean of the block of each token j; [from, to): those of the simdgroup's 32 tokens that some row sees.
 template <int N>
 inline void add_means(constant Cache& cache, device const ushort* means, device const int* table,
-                      device const float* query, thread const QueryRows<N>& rows, int kv_head, int from, int to,
-                      int token, int lane, float scale, thread float (&scores)[N][2]) {
+                      device const float* query, thread const QueryRows<N>& rows, int kv_head, int from, int to, int j,
+                      int lane, float scale, thread float (&scores)[N]) {
   for (int block = from / cache.block; block <= (to - 1) / cache.block; ++block) {
     device const ushort* mean =
         means + (long(table[cache.mean_table + block]) * cache.kv_heads + kv_head) * cache.key.dim;
@@ -631,11 +616,10 @@ inline void add_means(constant Cache& cache, device const ushort* means, device 
       const float x = from_half(mean[i]);
       EACH_ROW(q) dots[q] = fma(query[long(rows.row[q]) * cache.key.pitch + i], x, dots[q]);
     }
-    const int first = block * cache.block, last = first + cache.block;
+    const bool inside = j >= block * cache.block && j < (block + 1) * cache.block;
     EACH_ROW(q) {
-      const float dot = scale * add_all(dots[q]);
-      if (token >= first && token < last) scores[q][0] += dot;
-      if (token + kSimd >= first && token + kSimd < last) scores[q][1] += dot;
+      const float dot = add_all(dots[q]);
+      if (inside) scores[q] += scale * dot;
     }
   }
 }
@@ -710,129 +694,134 @@ inline void add_words(uint4 words, threadgroup const float* weights, int stride,
   }
 }
 
-// Adds a page's values of one quad of channels under the weights [N][stride] of its 64 tokens.
+// Four pieces of values of this lane, asked for at once so that their loads overlap: every parts-th from `first` on.
+struct FourWords {
+  uint4 words[4];
+};
+
+inline void load_words(device const uint4* codes, thread const ValueLanes& lanes, int quad, int first, int steps,
+                       thread FourWords& four) {
+  const int within = min(quad, lanes.quads - 1);
+  UNROLLED for (int i = 0; i < 4; ++i)
+    four.words[i] = codes[min(first + i * lanes.parts, steps - 1) * lanes.quads + within];
+}
+
+// Adds 32 tokens' values of one quad of channels under their weights [N][stride]; the first four pieces are there.
 template <int N, int kBits>
 inline void add_values(device const uint4* codes, thread const ValueLanes& lanes, int quad,
-                       threadgroup const float* weights, int stride, thread float4 (&sums)[N]) {
-  const int steps = kTile * kBits / 32;
-  for (int first = lanes.part; first < steps; first += 4 * lanes.parts) {
-    uint4 words[4];
-    UNROLLED for (int i = 0; i < 4; ++i)
-      words[i] = codes[min(first + i * lanes.parts, steps - 1) * lanes.quads + quad];
+                       threadgroup const float* weights, int stride, thread FourWords& four,
+                       thread float4 (&sums)[N]) {
+  for (int first = lanes.part; first < kBits; first += 4 * lanes.parts) {
+    if (first != lanes.part) load_words(codes, lanes, quad, first, kBits, four);
     UNROLLED for (int i = 0; i < 4; ++i) {
       const int at = first + i * lanes.parts;
-      if (at < steps) add_words<N, kBits>(words[i], weights + at * (32 / kBits), stride, sums);
+      if (at < kBits) add_words<N, kBits>(four.words[i], weights + at * (32 / kBits), stride, sums);
     }
   }
 }
 
 template <int N>
-inline void add_page(int bits, device const uint4* codes, thread const ValueLanes& lanes, int quad,
-                     threadgroup const float* weights, int stride, thread float4 (&sums)[N]) {
+inline void add_tokens(int bits, device const uint4* codes, thread const ValueLanes& lanes, int quad,
+                       threadgroup const float* weights, int stride, thread FourWords& four,
+                       thread float4 (&sums)[N]) {
   if (bits == 4)
-    add_values<N, 4>(codes, lanes, quad, weights, stride, sums);
+    add_values<N, 4>(codes, lanes, quad, weights, stride, four, sums);
   else if (bits == 8)
-    add_values<N, 8>(codes, lanes, quad, weights, stride, sums);
+    add_values<N, 8>(codes, lanes, quad, weights, stride, four, sums);
   else
-    add_values<N, 16>(codes, lanes, quad, weights, stride, sums);
+    add_values<N, 16>(codes, lanes, quad, weights, stride, four, sums);
 }
 
-// The low-bit tokens of tiles first, first + step, … before last.
+// The low-bit tokens of the half pages first, first + step, … before last; a lane scores one token of each.
 template <int N>
 inline void attend_low(constant AttendArgs& args, device const uchar* pages, device const ushort* means,
                        device const int* table, device const float* query, device const uint4* query_codes,
                        device const float* query_scales, device const int* query_sums, device const uchar* padding,
                        device const float* bias, thread const QueryRows<N>& rows, thread const ValueLanes& lanes,
-                       int kv_head, int first, int last, int step, threadgroup float* weights, int lane,
-                       thread Softmax<N>& softmax, thread Sums<N>& sums) {
+                       int kv_head, int low_from, int low_to, int first, int last, int step,
+                       threadgroup float* weights, int lane, thread Softmax<N>& softmax, thread Sums<N>& sums) {
   constant Cache& cache = args.cache;
-  for (int tile = first; tile < last; tile += step) {
-    device const uchar* page = low_page(cache, pages, table, tile, kv_head);
-    const int token = tile * kTile + lane;
+  const int group_size = cache.value.bits == 16 ? 0 : cache.value.group_size;
+  const int slice_groups = group_size == 0 ? 1 : 128 / group_size, stride = slice_groups * kSimd;
+  for (int piece = first; piece < last; piece += step) {
+    device const uchar* page = low_page(cache, pages, table, piece / 2, kv_head);
+    const int token = piece % 2 * kSimd + lane, j = piece * kSimd + lane;  // in the page, and of all
+    // Values and their scales are asked for before the scores are made.
+    device const uint4* values = (device const uint4*)(page + cache.value.offset) +
+                                 piece % 2 * cache.value.bits * lanes.quads;
+    FourWords four;
+    load_words(values, lanes, lanes.quad, lanes.part, cache.value.bits, four);
+    const int first_group = group_size == 0 ? 0 : (lanes.quad - lanes.quad % kSimd) * 4 / group_size;
+    float value_scales[kSliceGroups];
+    if (cache.value.bits != 16) {
+      value_scales[0] = scale_of(cache.value, page, first_group, token);
+      if (group_size != 0) {
+        UNROLLED for (int g = 1; g < kSliceGroups; ++g)
+          value_scales[g] = scale_of(cache.value, page, min(first_group + g, cache.value.groups - 1), token);
+      }
+    }
 
-    float scores[N][2];
+    ScoreGroups<N> groups;
+    EACH_ROW(q) groups.scores[q] = 0.0f;
     if (cache.key.bits == 16) {
-      EACH_ROW(q) scores[q][0] = scores[q][1] = 0.0f;
-      half_scores<N>(cache.key, page, query, rows, lane, scores);
-      EACH_ROW(q) {
-        scores[q][0] *= args.scale;
-        scores[q][1] *= args.scale;
-      }
+      half_scores<N>(cache.key, page, query, rows, token, groups.scores);
+      EACH_ROW(q) groups.scores[q] *= args.scale;
     } else {
-      ScoreGroups<N> groups;
-      groups.page = page;
-      groups.query_sums = query_sums;
-      groups.token = lane;
-      EACH_ROW(q) groups.scores[q][0] = groups.scores[q][1] = 0.0f;
       if (cache.key.bits == 4)
-        key_dots<N, 4, ScoreGroups<N>>(cache.key, page, query_codes, args.query_chunks, rows, lane, groups);
+        key_dots<N, 4, ScoreGroups<N>>(cache.key, page, query_codes, query_sums, args.query_chunks, rows, token,
+                                       groups);
       else
-        key_dots<N, 8, ScoreGroups<N>>(cache.key, page, query_codes, args.query_chunks, rows, lane, groups);
-      EACH_ROW(q) {
-        const float query_scale = query_scales[rows.row[q]];
-        scores[q][0] = args.scale * (query_scale * groups.scores[q][0]);
-        scores[q][1] = args.scale * (query_scale * groups.scores[q][1]);
-      }
-      if (cache.centered != 0) {
-        int from = kNever, to = 0;
-        EACH_ROW(q) {
-          from = min(from, max(rows.begin[q], cache.n_sink));
-          to = max(to, min(rows.end[q], rows.exact_from[q]));
-        }
-        add_means<N>(cache, means, table, query, rows, kv_head, max(from, tile * kTile), min(to, (tile + 1) * kTile),
-                     token, lane, args.scale, scores);
-      }
+        key_dots<N, 8, ScoreGroups<N>>(cache.key, page, query_codes, query_sums, args.query_chunks, rows, token,
+                                       groups);
+      EACH_ROW(q) groups.scores[q] = args.scale * (query_scales[rows.row[q]] * groups.scores[q]);
+      if (cache.centered != 0)
+        add_means<N>(cache, means, table, query, rows, kv_head, max(low_from, piece * kSimd),
+                     min(low_to, (piece + 1) * kSimd), j, lane, args.scale, groups.scores);
     }
 
-    // Scores become weights: in registers, -1 where a token is not seen.
-    UNROLLED for (int u = 0; u < 2; ++u) {
-      const int j = token + u * kSimd;
-      const bool attended = j < cache.total && (args.padded == 0 || padding[j] != 0);
-      EACH_ROW(q) {
-        const bool seen = attended && j >= rows.begin[q] && j >= cache.n_sink && j < rows.end[q] &&
-                          j < rows.exact_from[q];
-        scores[q][u] = seen ? finish_score(args, bias, rows.row[q], j, scores[q][u]) : kNoScore;
-      }
-    }
+    // Scores become weights, -1 where a token is not seen.
+    const bool attended = j < low_to && (args.padded == 0 || padding[j] != 0);
     EACH_ROW(q) {
-      raise<N>(softmax, sums, q,
-               largest_of_all(largest(largest(kNoScore, scores[q][0]), scores[q][1])));
-      UNROLLED for (int u = 0; u < 2; ++u) {
-        const bool seen = scores[q][u] != kNoScore;
-        scores[q][u] = seen ? exp(scores[q][u] - softmax.maximum[q]) : -1.0f;
-        softmax.sum[q] += seen ? scores[q][u] : 0.0f;
-      }
+      const bool seen =
+          attended && j >= rows.begin[q] && j >= cache.n_sink && j < rows.end[q] && j < rows.exact_from[q];
+      const float score = seen ? finish_score(args, bias, rows.row[q], j, groups.scores[q]) : kNoScore;
+      raise<N>(softmax, sums, q, score);
+      const bool counts = score != kNoScore;
+      const float weight = counts ? exp(score - softmax.maximum[q]) : -1.0f;
+      softmax.sum[q] += counts ? weight : 0.0f;
+      groups.scores[q] = weight;
     }
 
     // 128 channels at a time: weight times scale for each of their groups, then the values.
-    const int group_size = cache.value.group_size;
+    const float place = place_of(cache.value.bits, token);
     UNROLLED for (int half_index = 0; half_index < 2; ++half_index) {
       if (half_index == 1 && kWide == 0) break;
       const int quad = lanes.quad + half_index * kSimd;
-      const int channel = (quad - lanes.quad % kSimd) * 4;
-      const int first_group = group_size == 0 ? 0 : channel / group_size;
-      const int groups = group_size == 0 ? 1 : min(128 / group_size, cache.value.groups - first_group);
-      const int stride = (group_size == 0 || cache.value.bits == 16 ? 1 : 128 / group_size) * kTile;
+      if (half_index == 1) {
+        load_words(values, lanes, quad, lanes.part, cache.value.bits, four);
+        if (group_size != 0) {
+          UNROLLED for (int g = 0; g < kSliceGroups; ++g)
+            value_scales[g] = scale_of(cache.value, page,
+                                       min(first_group + slice_groups + g, cache.value.groups - 1), token);
+        }
+      }
       simdgroup_barrier(mem_flags::mem_threadgroup);
-      UNROLLED for (int u = 0; u < 2; ++u) {
-        const int t = lane + u * kSimd;
-        const float place = place_of(cache.value.bits, t);
-        if (cache.value.bits == 16) {
-          EACH_ROW(q) weights[q * stride + t] = scores[q][u];
-        } else {
-          for (int g = 0; g < groups; ++g) {
-            const float scale = scale_of(cache.value, page, first_group + g, t);
+      if (cache.value.bits == 16) {
+        EACH_ROW(q) weights[q * stride + lane] = groups.scores[q];
+      } else {
+        UNROLLED for (int g = 0; g < kSliceGroups; ++g) {
+          if (g < slice_groups) {
+            const float scale = value_scales[g] * place;
             EACH_ROW(q)
-              weights[q * stride + g * kTile + t] = scores[q][u] < 0.0f ? 0.0f : scores[q][u] * scale * place;
+              weights[q * stride + g * kSimd + lane] = groups.scores[q] < 0.0f ? 0.0f : groups.scores[q] * scale;
           }
         }
       }
       simdgroup_barrier(mem_flags::mem_threadgroup);
-      if (quad >= lanes.quads) continue;
-      const int group = group_size == 0 || cache.value.bits == 16 ? 0 : quad * 4 / group_size - first_group;
-      device const uint4* codes = (device const uint4*)(page + cache.value.offset);
-      add_page<N>(cache.value.bits, codes, lanes, quad, weights + group * kTile, stride,
-                  half_index == 0 ? sums.first : sums.second);
+      const int group = group_size == 0 ? 0 : lanes.quad % kSimd * 4 / group_size;
+      if (quad < lanes.quads)
+        add_tokens<N>(cache.value.bits, values, lanes, quad, weights + group * kSimd, stride, four,
+                      half_index == 0 ? sums.first : sums.second);
     }
   }
 }
@@ -892,7 +881,7 @@ inline void attend_exact(constant AttendArgs& args, device const float* exact, d
     EACH_ROW(q) {
       float maximum = kNoScore;
       UNROLLED for (int n = 0; n < 4; ++n) maximum = largest(maximum, scores[q][n]);
-      raise<N>(softmax, sums, q, largest_of_all(maximum));
+      raise<N>(softmax, sums, q, maximum);
       UNROLLED for (int n = 0; n < 4; ++n) {
         if (piece != 0) continue;
         const bool seen = scores[q][n] != kNoScore;
@@ -1017,9 +1006,9 @@ inline void attend_rows(constant AttendArgs& args, device const uchar* pages, de
   }
   if (split < args.low_splits) {
     if (low_from < low_to) {
-      const int first = low_from / kTile, count = (low_to + kTile - 1) / kTile - first;
+      const int first = low_from / kSimd, count = (low_to + kSimd - 1) / kSimd - first;
       attend_low<N>(args, pages, means, table, query, query_codes, query_scales, query_sums, padding, bias, rows, lanes,
-                    kv_head, first + share_begin(count, split, args.low_splits) + simdgroup,
+                    kv_head, low_from, low_to, first + share_begin(count, split, args.low_splits) + simdgroup,
                     first + share_begin(count, split + 1, args.low_splits), simdgroups, mine, lane, softmax, sums);
     }
   } else {
@@ -1089,7 +1078,7 @@ inline void attend_rows(constant AttendArgs& args, device const uchar* pages, de
                   uint index [[thread_index_in_threadgroup]],
                   uint thread_count [[threads_per_threadgroup]]) {
   threadgroup float factors[kMaxSplits];
-  threadgroup float pieces[2 * kMergeThreads];
+  threadgroup float4 pieces[2 * kMergeThreads];
   threadgroup float low[kMaxHeadDim];
   threadgroup float exact[kMaxHeadDim];
   const int row = int(group), lane = int(lane_index), thread_index = int(index), threads = int(thread_count);
@@ -1113,39 +1102,30 @@ inline void attend_rows(constant AttendArgs& args, device const uchar* pages, de
   if (sink != kNoScore) sum += exp(sink - maximum);
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  // Threads beyond the row's channels take part of the splits.
-  const int width = (args.dim + kSimd - 1) / kSimd * kSimd, parts = max(1, threads / width);
-  for (int c = thread_index; c < width * parts; c += threads) {
-    const int channel = c % width, part = c / width;
-    float low_sum = 0.0f, exact_sum = 0.0f;
-    if (channel < args.dim)
-      for (int s = part; s < splits; s += parts) {
-        // A split that sees nothing has sums of 0.
-        const float x = factors[s] * partials[(long(s) * args.rows + row) * args.pitch + channel];
-        if (s < args.low_splits)
-          low_sum += x;
-        else
-          exact_sum += x;
-      }
-    if (parts > 1) {
-      pieces[c] = low_sum;
-      pieces[kMergeThreads + c] = exact_sum;
-    } else if (channel < args.dim) {
-      low[channel] = low_sum;
-      exact[channel] = exact_sum;
-    }
+  // A thread has four channels of every parts-th split.
+  const int quads = (args.dim + 3) / 4, width = (quads + kSimd - 1) / kSimd * kSimd, parts = threads / width;
+  const int quad = thread_index % width, part = thread_index / width;
+  float4 low_sum = float4(0.0f), exact_sum = float4(0.0f);
+  if (quad < quads && part < parts) {
+    device const float4* sums = (device const float4*)partials + long(row) * (args.pitch / 4) + quad;
+    const long split_quads = long(args.rows) * (args.pitch / 4);
+    for (int s = part; s < args.low_splits; s += parts) low_sum = low_sum + sums[s * split_quads] * factors[s];
+    for (int s = args.low_splits + part; s < splits; s += parts)
+      exact_sum = exact_sum + sums[s * split_quads] * factors[s];
+    pieces[part * 2 * width + quad] = low_sum;
+    pieces[(part * 2 + 1) * width + quad] = exact_sum;
   }
-  if (parts > 1) {
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (thread_index < args.dim) {
-      float low_sum = 0.0f, exact_sum = 0.0f;
-      for (int part = 0; part < parts; ++part) {
-        low_sum += pieces[part * width + thread_index];
-        exact_sum += pieces[kMergeThreads + part * width + thread_index];
-      }
-      low[thread_index] = low_sum;
-      exact[thread_index] = exact_sum;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  threadgroup float4* low_quads = (threadgroup float4*)low;
+  threadgroup float4* exact_quads = (threadgroup float4*)exact;
+  for (int i = thread_index; i < quads; i += threads) {
+    low_sum = exact_sum = float4(0.0f);
+    for (int p = 0; p < parts; ++p) {
+      low_sum = low_sum + pieces[p * 2 * width + i];
+      exact_sum = exact_sum + pieces[(p * 2 + 1) * width + i];
     }
+    low_quads[i] = low_sum;
+    exact_quads[i] = exact_sum;
   }
   if (args.rotate != 0) rotate_row(low, args.dim, thread_index, threads);
   threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -1155,8 +1135,9 @@ inline void attend_rows(constant AttendArgs& args, device const uchar* pages, de
 
 // ---- for tests -----------------------------------------------------------------------------------------------------
 
-// The int32 dots that attend works with. Threadgroups of one simdgroup: x = tile, y = tile of query rows, z = kv head.
-[[max_total_threads_per_threadgroup(32)]] kernel void scores(constant AttendArgs& args [[buffer(kScoresArgs)]],
+// The int32 dots that attend works with. Threadgroups of one simdgroup: x = 32 tokens, y = two query rows, z = kv head.
+[[max_total_threads_per_threadgroup(32)]] kernel void scores(
+                   constant AttendArgs& args [[buffer(kScoresArgs)]],
                    device const uchar* pages [[buffer(kScoresPages)]],
                    device const int* table [[buffer(kScoresTable)]],
                    device const uint4* query_codes [[buffer(kScoresQueryCodes)]],
@@ -1165,19 +1146,19 @@ inline void attend_rows(constant AttendArgs& args, device const uchar* pages, de
                    uint3 group [[threadgroup_position_in_grid]],
                    uint lane [[thread_index_in_simdgroup]]) {
   constant Cache& cache = args.cache;
-  const int kv_head = int(group.z), tile = int(group.x), rows_of_head = args.tokens * (args.heads / cache.kv_heads);
-  device const uchar* page = low_page(cache, pages, table, tile, kv_head);
+  const int kv_head = int(group.z), piece = int(group.x), rows_of_head = args.tokens * (args.heads / cache.kv_heads);
+  device const uchar* page = low_page(cache, pages, table, piece / 2, kv_head);
   QueryRows<2> rows;
   find_rows<2>(args, kv_head, int(group.y), rows);
   StoreGroups<2> groups;
   groups.out = output + long(kv_head) * rows_of_head * cache.total * cache.key.groups;
-  groups.query_sums = query_sums;
   groups.first = int(group.y) * 2;
-  groups.total = cache.total;
-  groups.token = tile * kTile + int(lane);
   groups.last = rows_of_head;
+  groups.token = piece * kSimd + int(lane);
+  groups.total = cache.total;
+  const int token = piece % 2 * kSimd + int(lane);
   if (cache.key.bits == 4)
-    key_dots<2, 4, StoreGroups<2>>(cache.key, page, query_codes, args.query_chunks, rows, int(lane), groups);
+    key_dots<2, 4, StoreGroups<2>>(cache.key, page, query_codes, query_sums, args.query_chunks, rows, token, groups);
   else
-    key_dots<2, 8, StoreGroups<2>>(cache.key, page, query_codes, args.query_chunks, rows, int(lane), groups);
+    key_dots<2, 8, StoreGroups<2>>(cache.key, page, query_codes, query_sums, args.query_chunks, rows, token, groups);
 }
