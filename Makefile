@@ -34,6 +34,7 @@ demo: setup
 	$(BIN)/python models/demo.py
 
 test: check test-minimum
+	tools/get_emulators.sh
 	$(BIN)/python -m pytest
 
 # The declared minimum of onnxruntime, beside the environment rather than in it; and the reference kernel, which the

@@ -227,7 +227,7 @@ class TileAttention {
   }
 
   // Turns scores into softmax weights relative to the span's maximum, and takes the running maximum further; factors_
-  // bring those weights to it. A span that a bias hides wholly loses its masks. Here as in LowValues, one step is
+  // bring those weights to it. Here as in LowValues, one step is
   // taken for all queries before the next: what a step ends with comes late, and the next would wait for it.
   void Weigh(TileQuery* queries, int n, int64_t span) {
     const profile::Timed timed(profile::kSoftmax);
@@ -248,6 +248,7 @@ class TileAttention {
                                 query.bias == nullptr ? nullptr : query.bias + span * step_.bias_key_stride,
                                 step_.bias_key_stride};
       maxima[i] = Isa::Scores(softmax, Weights(i));
+      if (query.bias != nullptr) HideTokens(i);
     }
     for (int i = 0; i < n; ++i) {
       sums[i] = 0.0f;
@@ -270,6 +271,15 @@ class TileAttention {
         *result.maximum = maxima[i];
       }
       *result.sum += powers[2 * i] * sums[i];
+    }
+  }
+
+  // Tokens that a bias of minus infinity hides leave the masks: nothing is read of their values, which may be NaN.
+  void HideTokens(int i) {
+    for (int t = 0; t < tiles_ * kPageTokens; ++t) {
+      const uint64_t hidden = static_cast<uint64_t>(Weights(i)[t] == kNegativeInfinity) << t % kPageTokens;
+      low_masks_[i].words[t / kPageTokens] &= ~hidden;
+      exact_masks_[i].words[t / kPageTokens] &= ~hidden;
     }
   }
 

@@ -67,6 +67,8 @@ struct KernelChoice {
 // Throws Error when KVFUSE_KERNEL names none.
 KVFUSE_EXPORT const KernelTable& Kernels();
 KVFUSE_EXPORT std::vector<KernelChoice> KernelChoices();
+// The table of that name; null when there is none or this machine cannot run it.
+KVFUSE_EXPORT const KernelTable* FindKernel(const std::string& name);
 
 // Whether softmax weights multiply low-bit values in f32 rather than as 16-bit integers: KVFUSE_WEIGHTS=exact, or as
 // set here. Slower; see tile_attend.h for what the integers cost in accuracy.

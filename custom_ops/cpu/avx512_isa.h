@@ -1,8 +1,9 @@
-// AVX-512 with VNNI: vpdpbusd on lines of 16 tokens (keys) or 16 channels (values). Only dispatch.cc may call it.
+// The inner loops of tile_attend.h for AVX-512 with VNNI: vpdpbusd on lines of 16 tokens (keys) or 16 channels
+// (values). Only files whose tables dispatch.cc guards may include it.
 //
 // The instruction set is switched on for each function below and not for the file: with file-wide flags, inline
 // functions of shared headers would be compiled for it too, and the linker might keep those for everyone.
-#include "avx512_vnni.h"
+#pragma once
 
 #include <immintrin.h>
 
@@ -119,7 +120,7 @@ KVFUSE_AVX512 void KeyScoresOf(const SideFormat& side, const uint8_t* bytes, con
 template <int N, int kBits>
 KVFUSE_AVX512 void AddSplitValuesOf(const SideFormat& side, const tiles::SpanBytes& bytes, int tiles,
                                     const Planes* planes, const float* factors, float* const* sums) {
-  constexpr int kHalves = kBits == 4 ? 2 : 1, kOffset = kBits == 4 ? 8 : 128;
+  constexpr int kHalves = kBits == 4 ? 2 : 1;
   const __m512i nibbles = _mm512_set1_epi8(15);
   for (int c = 0; c < side.dim;) {
     const tiles::ValueChunk chunk = tiles::ValueChunkAt(side, c);
@@ -151,7 +152,7 @@ KVFUSE_AVX512 void AddSplitValuesOf(const SideFormat& side, const tiles::SpanByt
       }
     }
     for (int i = 0; i < N; ++i) {
-      const __m512i offset = _mm512_set1_epi32(kOffset * plane.sums[i]);
+      const __m512i offset = _mm512_slli_epi32(_mm512_set1_epi32(plane.sums[i]), kBits == 4 ? 3 : 7);  // times o
       const __m512 factor = _mm512_set1_ps(factors[i]);
       for (int h = 0; h < kHalves; ++h) {
         // In the end at most 256 tokens * 32640 * 128 < 2^31; what wraps on the way wraps back.
@@ -465,7 +466,4 @@ struct Isa {
 };
 
 }  // namespace
-
-KernelTable Table() { return tiles::Table<Isa>("avx512_vnni"); }
-
 }  // namespace kvfuse::avx512_vnni
