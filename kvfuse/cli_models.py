@@ -9,6 +9,7 @@ import typer
 
 from kvfuse.cli_app import EPILOG, FAILED, AsJson, app, console, show
 from kvfuse.errors import OptionError, RefusedError
+from kvfuse.formats import describe_presets
 
 
 @app.command(epilog=EPILOG)
@@ -18,7 +19,13 @@ def rewrite(
         Path | None, typer.Option("--output", "-o", metavar="OUT", help="Where to write.")
     ] = None,
     preset: Annotated[
-        str, typer.Option("--format", metavar="PRESET", help="Named cache format.")
+        str,
+        typer.Option(
+            "--format",
+            metavar="PRESET",
+            help=f"Named cache format. {describe_presets()}. "
+            "Bytes are those of one token of one kv head of 64 channels, bits those of one element.",
+        ),
     ] = "default",
     key_bits: Annotated[int | None, typer.Option(help="Bits of a stored key element: 4, 8 or 16.")] = None,
     value_bits: Annotated[

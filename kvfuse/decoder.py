@@ -5,6 +5,7 @@ Dims: B batch size (1 but for `step_rows`), S new tokens, P past tokens, V vocab
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +39,15 @@ _CACHE_PREFIX = re.compile(r"^(?:input\.|output\.)?(?:past_key_values|present_ke
 _LENGTH_WORDS = re.compile(r"past|seq|len|total")
 
 
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """A place in a decoder's token stream: the tokens so far, and the caches that are graph inputs."""
+
+    length: int
+    start: int | None
+    pasts: Mapping[str, Any]
+
+
 class Decoder:
     """A decoder with its running token count.
 
@@ -60,7 +70,7 @@ class Decoder:
         kept = [name for name in outputs if name not in self._caches.values()]
         self._logits = "logits" if "logits" in kept else next(iter(kept), "")
         self._presents = list(self._caches.values())
-        self._pasts: dict[str, Any] = {}
+        self._pasts: Mapping[str, Any] = {}
         unknown = sorted(self._inputs.keys() - self._caches.keys() - _PLAIN_INPUTS.keys())
         if unknown or "input_ids" not in self._inputs or not self._logits:
             found = (
@@ -97,8 +107,27 @@ class Decoder:
             raise SequenceError(f"[rewind] expected a length from 0 to {self.length}; found {length}")
         self.length = self._start = length
 
+    def mark(self) -> Mark:
+        """Remembers where the decoder is, for `back_to`."""
+        return Mark(self.length, self._start, self._pasts)
+
+    def back_to(self, mark: Mark) -> None:
+        """Forgets the tokens since `mark`; the next step goes on from there.
+
+        For caches inside kvfuse's op this is a rollback: it leaves no trace within the slack that the exact
+        window keeps.
+        """
+        self.length, self._pasts = mark.length, mark.pasts
+        self._start = mark.length if self._resettable else mark.start
+
     def step(self, token_ids: Sequence[int] | NDArray[np.int64]) -> NDArray[np.floating[Any]]:
         """Runs the model on S >= 1 new tokens and returns their logits [S, V], or [1, V]: the last's."""
+        return self.observe(token_ids, ())[0]
+
+    def observe(
+        self, token_ids: Sequence[int] | NDArray[np.int64], names: Sequence[str]
+    ) -> tuple[NDArray[np.floating[Any]], list[NDArray[Any]]]:
+        """Does what `step` does, and returns the graph outputs `names` beside the logits."""
         ids = np.asarray(token_ids, np.int64)[np.newaxis]  # 1 S
         feeds = {
             name: onnxruntime.OrtValue.ortvalue_from_numpy(self._plain_input(name, ids, self.length))
@@ -108,14 +137,15 @@ class Decoder:
         if self._resettable and self._start is not None:
             feeds[PAST_LENGTH_INPUT] = onnxruntime.OrtValue.ortvalue_from_numpy(np.array([self._start]))
         # The caches stay OrtValues: the model's own copies are its affair, ours would be added to its time.
-        logits, *presents = self.session.run_with_ort_values(
-            [self._logits, *self._presents], feeds | self._pasts
+        logits, *others = self.session.run_with_ort_values(
+            [self._logits, *self._presents, *names], {**feeds, **self._pasts}
         )
+        presents = others[: len(self._presents)]
         self._pasts = dict(zip(self._caches, presents, strict=True))
         self._start = None
         self.length += ids.shape[1]
         array: NDArray[Any] = logits.numpy()
-        return array.reshape(-1, array.shape[-1])
+        return array.reshape(-1, array.shape[-1]), [value.numpy() for value in others[len(presents) :]]
 
     def step_rows(
         self, token_ids: NDArray[np.int64], sequences: Sequence[SequenceView], past: int
@@ -149,6 +179,10 @@ class Decoder:
             logits = self.step(chunk)
         last: NDArray[np.floating[Any]] = logits[-1]
         return last
+
+    def plain_input(self, name: str, token_ids: NDArray[np.int64]) -> NDArray[Any]:
+        """What `step` would feed to the input `name`, which is no cache, with these tokens."""
+        return self._plain_input(name, token_ids[np.newaxis], self.length)
 
     def _plain_input(self, name: str, ids: NDArray[np.int64], past: int) -> NDArray[Any]:
         value = self._inputs[name]

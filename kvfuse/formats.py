@@ -17,6 +17,7 @@ _CHOICES: Mapping[str, tuple[Any, ...]] = {
     "rotation": ("hadamard", "none"),
     "key_center": ("none", "block"),
 }
+FOR_EVER = 2**31 - 1  # the largest n_recent
 _MINIMUM: Mapping[str, int] = {"n_recent": 0, "block": 1, "n_sink": 0}
 
 
@@ -56,10 +57,8 @@ class KvFormat:
                 raise OptionError(f"[{name}] expected one of {expected}; found {found!r}")
         for name, least in _MINIMUM.items():
             found = getattr(self, name)
-            if isinstance(found, bool) or not isinstance(found, int) or not least <= found < 2**31:
-                raise OptionError(
-                    f"[{name}] expected an integer from {least} to {2**31 - 1}; found {found!r}"
-                )
+            if isinstance(found, bool) or not isinstance(found, int) or not least <= found <= FOR_EVER:
+                raise OptionError(f"[{name}] expected an integer from {least} to {FOR_EVER}; found {found!r}")
         if self.key_center == "block" and self.block == 1:
             raise OptionError("[key_center] expected block > 1 for key_center 'block'; found block 1")
 
@@ -67,8 +66,18 @@ class KvFormat:
         """The op's format attributes, all of them, in the order of the fields."""
         return dataclasses.asdict(self)
 
+    @property
+    def exact(self) -> bool:
+        """Whether no token ever turns low-bit: an exact window without end, kept in blocks."""
+        return self.n_recent == FOR_EVER and self.block > 1
+
     def bytes_per_token(self, kv_num_heads: int, head_dim: int, value_head_dim: int) -> float:
-        """Bytes of one low-bit token of one layer; a block's mean key is spread over its tokens."""
+        """Bytes of one low-bit token of one layer (of an exact one, when all are).
+
+        A block's mean key is spread over its tokens.
+        """
+        if self.exact:
+            return 4 * kv_num_heads * (head_dim + value_head_dim)
         key = self._side_bytes(self.key_bits, head_dim)
         value = self._side_bytes(self.value_bits, value_head_dim)
         centre = 2 * head_dim / self.block if self.key_center == "block" and self.key_bits != 16 else 0.0
@@ -82,21 +91,44 @@ class KvFormat:
         scales = 4 if self.group_size == 0 else 2 * -(-head_dim // self.group_size)
         return codes + scales
 
+    def bits_per_element(self, head_dim: int, value_head_dim: int | None = None) -> float:
+        """Bits of one element of one low-bit token, scales and mean keys included."""
+        value_head_dim = head_dim if value_head_dim is None else value_head_dim
+        return 8 * self.bytes_per_token(1, head_dim, value_head_dim) / (head_dim + value_head_dim)
+
+
+# An exact window of 64 tokens, quantized block by block, and 4 exact sinks: what makes few bits accurate.
+_WINDOW = KvFormat(n_recent=64, block=64, n_sink=4)
+_CENTRED = dataclasses.replace(_WINDOW, group_size=32, codes="full", key_center="block")
 
 PRESETS: Mapping[str, KvFormat] = {
-    # Four bits with what keeps them accurate: an exact window, sinks, centred keys, small groups.
-    "default": KvFormat(
-        n_recent=64,
-        block=64,
-        n_sink=4,
-        group_size=32,
-        codes="full",
-        key_center="block",
-    ),
-    # The op's own defaults: one symmetric scale per token, nothing exact.
+    "default": _CENTRED,
     "int4": KvFormat(),
-    "int8": KvFormat(n_recent=64, block=64, n_sink=4, key_bits=8, value_bits=8, group_size=32),
+    "int4-g64": dataclasses.replace(_WINDOW, group_size=64, codes="full"),
+    "int4-g32": dataclasses.replace(_WINDOW, group_size=32, codes="full"),
+    "k8v4": dataclasses.replace(_CENTRED, key_bits=8),
+    "int8": dataclasses.replace(_WINDOW, key_bits=8, value_bits=8, group_size=32),
+    "exact": KvFormat(n_recent=FOR_EVER, block=64),
 }
+
+_MEANINGS: Mapping[str, str] = {
+    "default": "4-bit, all 16 codes, groups of 32, keys centred by block, exact window of 64 and 4 sinks",
+    "int4": "4-bit, one symmetric scale per token, nothing exact",
+    "int4-g64": "4-bit, all 16 codes, groups of 64, exact window and sinks as in default",
+    "int4-g32": "default without centred keys",
+    "k8v4": "default with 8-bit keys",
+    "int8": "8-bit, groups of 32, exact window and sinks as in default",
+    "exact": "f32 for every token, to tell whether a difference comes from the format at all",
+}
+
+
+def describe_presets(head_dim: int = 64) -> str:
+    """One sentence for each preset, with its bytes per token and kv head, and bits per element."""
+    return "; ".join(
+        f"{name} ({chosen.bytes_per_token(1, head_dim, head_dim):g} bytes, "
+        f"{chosen.bits_per_element(head_dim):g} bits): {_MEANINGS[name]}"
+        for name, chosen in PRESETS.items()
+    )
 
 
 def make_format(preset: str | KvFormat, overrides: Mapping[str, Any]) -> KvFormat:

@@ -12,7 +12,7 @@ import onnx
 import onnx_ir as ir
 
 from .errors import ModelError, RefusedError
-from .formats import KvFormat, make_format
+from .formats import PRESETS, KvFormat, make_format
 from .modelfile import Source, read, serialize, write
 from .passes.fuse import Decision
 from .passes.rewriting import plan_rewriting
@@ -66,7 +66,7 @@ def rewrite(
             dataclasses.replace(report, destination=None),
         )
     if dry_run:
-        return report
+        return dataclasses.replace(report, presets=_preset_bytes(decision.sites))
     if decision.sites:
         dropped = {value.name for value in decision.presents}
         kept = [value.name for value in source.model.graph.outputs if value.name not in dropped]
@@ -173,10 +173,7 @@ def _report(
         sites=tuple(sites),
         seen=tuple(_refused(refusal) for refusal in decision.refusals if not refusal.cached),
         bytes_per_token_before=sum(_float_bytes(site) for site in decision.sites),
-        bytes_per_token_after=sum(
-            chosen.bytes_per_token(site.kv_num_heads, site.head_dim, site.value_head_dim)
-            for site in decision.sites
-        ),
+        bytes_per_token_after=_low_bit_bytes(chosen, decision.sites),
         format=chosen.attributes(),
         fingerprint=source.fingerprint,
         dropped={
@@ -199,6 +196,17 @@ def _dim(dim: Any) -> str:
 
 def _names(values: Sequence[ir.Value]) -> tuple[str, ...]:
     return tuple(str(value.name) for value in values)
+
+
+def _low_bit_bytes(chosen: KvFormat, sites: Sequence[AttentionSite]) -> float:
+    """Bytes of one token of all sites."""
+    return sum(
+        chosen.bytes_per_token(site.kv_num_heads, site.head_dim, site.value_head_dim) for site in sites
+    )
+
+
+def _preset_bytes(sites: Sequence[AttentionSite]) -> dict[str, float]:
+    return {name: _low_bit_bytes(chosen, sites) for name, chosen in PRESETS.items()} if sites else {}
 
 
 def _float_bytes(site: AttentionSite) -> int:

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from .formats import FOR_EVER
+
 if TYPE_CHECKING:
     import onnx
     import onnx_ir as ir
@@ -67,6 +69,7 @@ class RewriteReport:
         dropped: Names of the cache inputs and outputs that the rewritten graph no longer has.
         rewired: Shape nodes of caches that are answered from the past length now, with their dims
             (B batch, S new, P cached, T all tokens).
+        presets: Preset -> bytes of one low-bit token of these layers; what a dry run adds.
         model: The rewritten model when the source was one in memory.
     """
 
@@ -80,6 +83,7 @@ class RewriteReport:
     fingerprint: str
     dropped: Mapping[str, tuple[str, ...]]
     rewired: tuple[Mapping[str, Any], ...]
+    presets: Mapping[str, float] = dataclasses.field(default_factory=dict)
     model: onnx.ModelProto | ir.Model | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
@@ -105,6 +109,7 @@ class RewriteReport:
             "fingerprint": self.fingerprint,
             "dropped": {kind: list(names) for kind, names in self.dropped.items()},
             "rewired": [dict(entry) for entry in self.rewired],
+            "presets": dict(self.presets),
         }
 
     def summary(self) -> str:
@@ -123,7 +128,7 @@ class RewriteReport:
     def _exact_window(self) -> str:
         """Which tokens the figure is about: those of the exact window are kept as floats as well."""
         recent, block = self.format.get("n_recent", 0), self.format.get("block", 1)
-        if not recent and block == 1:
+        if recent == FOR_EVER or (not recent and block == 1):
             return ""
         window = recent or block
         return f" beyond the exact window of the newest {window:,} token{'' if window == 1 else 's'}"
@@ -150,6 +155,13 @@ class RewriteReport:
         for site in self.seen:
             console.print(Text(f"seen, not a cache site: {site.node}: {site.reason}"))
         console.print(Text(self.summary()))
+        if self.presets and self.bytes_per_token_before:
+            presets = Table("--format")
+            for heading in ("bytes per token", "times smaller"):
+                presets.add_column(heading, justify="right")
+            for name, size in self.presets.items():
+                presets.add_row(name, f"{size:,.0f}", f"{self.bytes_per_token_before / size:.2f}")
+            console.print(presets)
 
 
 def _heads(site: SiteReport) -> str:

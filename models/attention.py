@@ -85,6 +85,11 @@ class Decomposed(Spelling):
             self.mask = masks.additive_mask(graph, self.mask)
         with graph.scope("rotary_emb"):
             self.tables = rotary.decomposed_tables(graph, self.config, graph.inputs["position_ids"])
+        self.cos_sin: rotary.CosSin | None = None
+
+    def normalize(self, layer: int, name: str, x: ir.Value) -> ir.Value:
+        """Normalises the heads x [B, n, S, D] of "q_norm" or "k_norm"; the llama family does not."""
+        return x
 
     def __call__(self, layer: int, x: ir.Value, project: Projection) -> Attended:
         """Writes layer number `layer` on its normalised input x [B, S, hidden]."""
@@ -93,10 +98,14 @@ class Decomposed(Spelling):
         query, key, value = (
             self.split_heads(project(x, name), batch, length) for name in ("q_proj", "k_proj", "v_proj")
         )
-        if layer == 0:  # exporters add the head dimension inside layer 0 and share it from there
-            self.cos, self.sin = (graph.unsqueeze(table, 1) for table in self.tables)
-        query = rotary.rotate_decomposed(graph, query, self.cos, self.sin)
-        key = rotary.rotate_decomposed(graph, key, self.cos, self.sin)
+        query, key = self.normalize(layer, "q_norm", query), self.normalize(layer, "k_norm", key)
+        if (
+            self.cos_sin is None
+        ):  # exporters add the head dimension inside the first layer and share it from there
+            cos, sin = (graph.unsqueeze(table, 1) for table in self.tables)
+            self.cos_sin = cos, sin
+        query = rotary.rotate_decomposed(graph, query, *self.cos_sin)
+        key = rotary.rotate_decomposed(graph, key, *self.cos_sin)
         past_key, past_value = self.past(layer)
         key_name, value_name = f"present.{layer}.key", f"present.{layer}.value"
         present_key = graph.op("Concat", past_key, key, axis=-2, output_name=key_name)

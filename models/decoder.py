@@ -6,7 +6,7 @@ Outputs: logits [B, S, vocab]; present.N.key/value [B, K, T, D].
 Dims: B batch_size, K kv_num_heads, S sequence_length, P past_sequence_length, T = P + S, D head_dim.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -28,32 +28,38 @@ def build_decoder(config: DecoderConfig, form: AttentionForm, load: LoadWeight) 
     Raises:
         BuildError: while saving, when `load` returns a weight of another shape than the sizes ask for.
     """
-    writer = _DecoderWriter(config, form, load)
-    writer.write()
-    opsets = {"": form.opset}
-    if form.spelling == "group_query_attention":
-        opsets["com.microsoft"] = 1
-    return writer.graph.model(opsets, form.ir_version)
+    return DecoderWriter(config, form, load).model()
 
 
-class _DecoderWriter:
+class DecoderWriter:
+    """Writes a decoder of the llama family; relatives override what they do otherwise."""
+
     def __init__(self, config: DecoderConfig, form: AttentionForm, load: LoadWeight) -> None:
         self.config, self.form, self.load = config, form, load
         self.graph = GraphWriter(config.dtype)
         self.shapes = config.weight_shapes()
 
+    def model(self) -> ir.Model:
+        """Writes everything and returns the model."""
+        self.write()
+        opsets = {"": self.form.opset}
+        if self.form.spelling == "group_query_attention":
+            opsets["com.microsoft"] = 1
+        return self.graph.model(opsets, self.form.ir_version)
+
     def write(self) -> None:
+        """Writes the graph from its inputs to its outputs."""
         graph, config = self.graph, self.config
         self.inputs()
         embedding = self.weight("model.embed_tokens.weight")
         presents: list[ir.Value] = []
         with graph.scope("model"):
             with graph.scope("embed_tokens"):
-                hidden = graph.op("Gather", embedding, graph.inputs["input_ids"])
-            attend = SPELLINGS[self.form.spelling](graph, config, self.form, hidden)
+                hidden = self.embed(embedding)
+            spellings = self.spellings(hidden)
             for layer in range(config.num_layers):
                 with graph.scope(f"layers.{layer}"):
-                    hidden, attended = self.layer(layer, hidden, attend)
+                    hidden, attended = self.layer(layer, hidden, spellings[layer])
                 presents += (attended.present_key, attended.present_value)
             hidden = self.norm("norm", hidden, "model.norm.weight")
         graph.output(self.logits(hidden, embedding), (*TOKENS, config.vocab_size))
@@ -72,6 +78,15 @@ class _DecoderWriter:
         for layer in range(config.num_layers):
             graph.input(f"past_key_values.{layer}.key", dims)
             graph.input(f"past_key_values.{layer}.value", dims)
+
+    def embed(self, embedding: ir.Value) -> ir.Value:
+        """Looks the input ids up; returns [B, S, hidden]."""
+        return self.graph.op("Gather", embedding, self.graph.inputs["input_ids"])
+
+    def spellings(self, embeddings: ir.Value) -> Sequence[Spelling]:
+        """Writes what attentions share, and returns one spelling for each layer."""
+        attend = SPELLINGS[self.form.spelling](self.graph, self.config, self.form, embeddings)
+        return [attend] * self.config.num_layers
 
     def layer(self, layer: int, hidden: ir.Value, attend: Spelling) -> tuple[ir.Value, Attended]:
         """Writes attention and MLP with norms and residuals; returns hidden [B, S, hidden] and the caches."""

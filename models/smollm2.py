@@ -6,11 +6,7 @@ nothing when they are up to date.
 """
 
 import argparse
-import hashlib
-import json
-import os
 import sys
-import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -24,11 +20,15 @@ from models import sources
 from models.bpe_tokenizer import byte_level_bpe
 from models.config import SPELLINGS, AttentionForm, require
 from models.decoder import build_decoder
+from models.folder import DATA, MODEL, TOKENIZER, fill, make_stamp
 from models.gguf_checkpoint import GgufCheckpoint
 
-MODEL, DATA, TOKENIZER, STAMP = "model.onnx", "model.onnx.data", "tokenizer.json", "build.json"
 SOURCE = "smollm2-135m-instruct"
-UNRELATED = {"demo.py", "tiny_decoder.py"}  # edits of these do not make a build stale
+# Edits of these do not make a build stale.
+UNRELATED = {
+    "demo.py", "tiny_decoder.py",
+    "gemma3.py", "gemma3_checkpoint.py", "gemma3_decoder.py", "spm_tokenizer.py",
+}  # fmt: skip
 
 
 def build(
@@ -55,45 +55,17 @@ def build(
     """
     form = form or AttentionForm()
     source = sources.read_source(SOURCE)
-    stamp = _stamp(source, form, layers)
-    if _up_to_date(out, stamp):
-        return out / MODEL
-    checkpoint = GgufCheckpoint(sources.fetch(source, cache))
-    config = checkpoint.config
-    if layers is not None:
-        require(1 <= layers <= config.num_layers, "layers", f"1 to {config.num_layers}", layers)
-        config = replace(config, num_layers=layers)
-    out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out) as folder:
-        fresh = Path(folder)
-        model = build_decoder(config, form, checkpoint.weight)
-        ir.save(model, fresh / MODEL, external_data=DATA)
+
+    def write(fresh: Path) -> None:
+        checkpoint = GgufCheckpoint(sources.fetch(source, cache))
+        config = checkpoint.config
+        if layers is not None:
+            require(1 <= layers <= config.num_layers, "layers", f"1 to {config.num_layers}", layers)
+            config = replace(config, num_layers=layers)
+        ir.save(build_decoder(config, form, checkpoint.weight), fresh / MODEL, external_data=DATA)
         byte_level_bpe(checkpoint.vocabulary).save(str(fresh / TOKENIZER))
-        sizes = {name: (fresh / name).stat().st_size for name in (MODEL, DATA, TOKENIZER)}
-        (fresh / STAMP).write_text(json.dumps({"stamp": stamp, "sizes": sizes}, indent=1), encoding="utf-8")
-        (out / STAMP).unlink(missing_ok=True)  # without a stamp, a half-replaced folder counts as stale
-        for name in (DATA, MODEL, TOKENIZER, STAMP):
-            os.replace(fresh / name, out / name)
-    return out / MODEL
 
-
-def _stamp(source: sources.Source, form: AttentionForm, layers: int | None) -> str:
-    """Returns a hash of everything the result depends on: source, options, and the code that builds."""
-    digest = hashlib.sha256(json.dumps([asdict(source), asdict(form), layers]).encode())
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        if path.name not in UNRELATED:
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def _up_to_date(out: Path, stamp: str) -> bool:
-    """Tells whether `out` holds a finished build with that stamp and files of the sizes it wrote."""
-    try:
-        written = json.loads((out / STAMP).read_text(encoding="utf-8"))
-        sizes = {name: (out / name).stat().st_size for name in (MODEL, DATA, TOKENIZER)}
-    except (OSError, ValueError):
-        return False
-    return bool(written == {"stamp": stamp, "sizes": sizes})
+    return fill(out, make_stamp([asdict(source), asdict(form), layers], UNRELATED), write)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -33,6 +33,22 @@ class Source:
     file_sha256: str
 
 
+@dataclass(frozen=True)
+class SplitSource:
+    """One file cut into parts, each in a wheel: its name, SHA-256 of the whole (hex), the parts in order."""
+
+    file: str
+    file_sha256: str
+    parts: tuple[Source, ...]
+
+
+def read_split_source(name: str) -> SplitSource:
+    """Returns the entry `name` of sources.toml, which lists parts."""
+    entry = tomllib.loads(SOURCES.read_text(encoding="utf-8"))[name]
+    parts = tuple(Source(**part) for part in entry["parts"])
+    return SplitSource(entry["file"], entry["file_sha256"], parts)
+
+
 def read_source(name: str) -> Source:
     """Returns the entry `name` of sources.toml."""
     return Source(**tomllib.loads(SOURCES.read_text(encoding="utf-8"))[name])
@@ -58,6 +74,29 @@ def fetch(source: Source, cache: Path = DEFAULT_CACHE) -> Path:
             raise BuildError(f"[{source.file}] expected SHA-256 {source.file_sha256}; found {found}")
         os.replace(part, cached)
     return cached
+
+
+def fetch_split(source: SplitSource, cache: Path = DEFAULT_CACHE) -> Path:
+    """Returns the path of the joined file in `cache`, downloading its parts first when it is not there.
+
+    Raises:
+        BuildError: as `fetch`, or the SHA-256 of the whole differs from the pinned one.
+    """
+    joined = cache / Path(source.file).stem / source.file
+    if joined.exists() and sha256(joined) == source.file_sha256:
+        return joined
+    joined.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=joined.parent) as folder:
+        whole = Path(folder) / joined.name
+        with whole.open("wb") as out:
+            for part in source.parts:
+                with fetch(part, Path(folder)).open("rb") as file:
+                    shutil.copyfileobj(file, out, 1 << 20)
+        found = sha256(whole)
+        if found != source.file_sha256:
+            raise BuildError(f"[{source.file}] expected SHA-256 {source.file_sha256}; found {found}")
+        os.replace(whole, joined)
+    return joined
 
 
 def sha256(path: Path) -> str:

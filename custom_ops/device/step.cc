@@ -130,6 +130,7 @@ struct DeviceLayerCache::Launch {
   int64_t key = 0, value = 0, query = 0, padding = 0, bias = 0, head_sink = 0;   // bytes in staging
   int64_t codes = 0, scales = 0, sums = 0, stats = 0, partials = 0, output = 0;  // bytes in scratch
   int64_t tokens = 0, heads = 0, pass = 0;  // query tokens, their heads, and how many tokens attend at a time
+  bool direct = false;                      // the output comes as the caller wants it
   Division division;
   AppendArgs append{};
   AttendArgs attend{};
@@ -141,10 +142,9 @@ struct DeviceLayerCache::Launch {
     if (workspace.staging != nullptr) context.ReturnWorkspace(std::move(workspace));
   }
 
-  void Stage(const std::vector<uint8_t>& bytes) {
-    workspace = context.TakeWorkspace(staged.size(), scratched.size());
-    context.device().Upload(*workspace.staging, 0, bytes.data(), static_cast<int64_t>(bytes.size()));
-  }
+  void TakeWorkspace() { workspace = context.TakeWorkspace(staged.size(), scratched.size()); }
+  float* host(int64_t offset) { return reinterpret_cast<float*>(workspace.host.data() + offset); }
+  void Upload() { context.device().Upload(*workspace.staging, 0, workspace.host.data(), staged.size()); }
   // `buffer`, or where nothing of it is read some other one.
   Dispatch::Argument Or(const std::shared_ptr<DeviceBuffer>& buffer) const {
     return In(buffer != nullptr ? buffer : workspace.staging);
@@ -217,22 +217,21 @@ void DeviceLayerCache::Plan(const StepArgs& step, Launch& launch) {
   launch.partials = launch.scratched.Add(division.splits() * pass * heads * layout_.value.pitch * 4);
   launch.output = launch.scratched.Add(rows * layout_.value.dim * 4);
 
-  std::vector<uint8_t> staging(launch.staged.size());
-  const auto floats = [&staging](int64_t at) { return reinterpret_cast<float*>(staging.data() + at); };
-  Pack(chunk_key_, format_.kv_num_heads, added, layout_.key, false, floats(launch.key));
-  Pack(chunk_value_, format_.kv_num_heads, added, layout_.value, false, floats(launch.value));
-  Pack(step.query, heads, tokens, layout_.key, true, floats(launch.query));
-  if (step.head_sink != nullptr) std::copy(step.head_sink, step.head_sink + heads, floats(launch.head_sink));
-  if (padded) std::memcpy(staging.data() + launch.padding, step.padding, chunk.total);
+  launch.TakeWorkspace();
+  Pack(chunk_key_, format_.kv_num_heads, added, layout_.key, false, launch.host(launch.key));
+  Pack(chunk_value_, format_.kv_num_heads, added, layout_.value, false, launch.host(launch.value));
+  Pack(step.query, heads, tokens, layout_.key, true, launch.host(launch.query));
+  if (step.head_sink != nullptr) std::copy(step.head_sink, step.head_sink + heads, launch.host(launch.head_sink));
+  if (padded) std::memcpy(launch.host(launch.padding), step.padding, chunk.total);
   if (step.bias != nullptr) {
-    float* out = floats(launch.bias);
+    float* out = launch.host(launch.bias);
     for (int64_t h = 0; h < bias_heads; ++h)
       for (int64_t t = 0; t < bias_tokens; ++t) {
         const float* from = step.bias + h * step.bias_head_stride + t * step.bias_query_stride;
         for (int64_t j = 0; j < bias_keys; ++j) *out++ = from[j * step.bias_key_stride];
       }
   }
-  launch.Stage(staging);
+  launch.Upload();
 
   AppendArgs& append = launch.append;
   append.cache = CacheArgs();
@@ -272,6 +271,12 @@ void DeviceLayerCache::Plan(const StepArgs& step, Launch& launch) {
   merge.exact_splits = division.exact_splits;
   merge.rotate = layout_.value.rotate;
   merge.sink = step.head_sink != nullptr;
+  // The caller's order of heads and tokens when that has no gaps.
+  const int64_t dim = format_.value.dim;
+  launch.direct = step.output_head_stride == tokens * dim && step.output_token_stride == dim;
+  merge.output_head = static_cast<int>(launch.direct ? tokens * dim : dim);
+  merge.output_token = static_cast<int>(launch.direct ? dim : heads * dim);
+  if (!launch.direct) launch.direct = step.output_head_stride == dim && step.output_token_stride == heads * dim;
 }
 
 // Queues the kernels. Call it with the memory's mutex held: a pool that another fork makes grow must not go between
@@ -318,7 +323,7 @@ void DeviceLayerCache::Queue(Launch& launch) {
     Dispatch merge;
     merge.kernel = "merge";
     merge.arguments = {Value(launch.merge), partials, stats, launch.Up(launch.head_sink),
-                       launch.Scratch(launch.output + first * launch.heads * dim * 4)};
+                       launch.Scratch(launch.output + first * launch.merge.output_token * 4)};
     merge.groups[0] = static_cast<uint32_t>(launch.merge.rows);
     // Threads beyond the quads of channels share the splits, four or more each.
     merge.threads =
@@ -336,6 +341,10 @@ void DeviceLayerCache::Run(const StepArgs& step) {
     Queue(launch);
   }
   const int64_t rows = launch.tokens * launch.heads, dim = format_.value.dim;
+  if (launch.direct) {
+    context_.device().Download(step.output, *launch.workspace.scratch, launch.output, rows * dim * 4);
+    return;
+  }
   std::vector<float> output(rows * dim);
   context_.device().Download(output.data(), *launch.workspace.scratch, launch.output, rows * dim * 4);
   for (int64_t row = 0; row < rows; ++row)
@@ -368,9 +377,9 @@ std::vector<int32_t> DeviceLayerCache::IntegerScores(const Rows& query, int num_
   launch.scales = launch.scratched.Add(rows * 4);
   launch.sums = launch.scratched.Add(rows * groups * 4);
   launch.output = launch.scratched.Add(static_cast<int64_t>(scores.size()) * 4);
-  std::vector<uint8_t> staging(launch.staged.size());
-  Pack(query, num_heads, tokens, layout_.key, true, reinterpret_cast<float*>(staging.data() + launch.query));
-  launch.Stage(staging);
+  launch.TakeWorkspace();
+  Pack(query, num_heads, tokens, layout_.key, true, launch.host(launch.query));
+  launch.Upload();
 
   AppendArgs append{};
   append.cache = CacheArgs();

@@ -120,8 +120,9 @@ enum AttendArgument {
 struct MergeArgs {
   int dim, pitch, rows, heads;
   int low_splits, exact_splits;
-  int rotate;  // the sums of low-bit values are rotated back
-  int sink;    // head_sink is given
+  int rotate;                     // the sums of low-bit values are rotated back
+  int sink;                       // head_sink is given
+  int output_head, output_token;  // strides of the output in floats
 };
 
 enum MergeArgument { kMergeArgs, kMergePartials, kMergeStats, kMergeHeadSink, kMergeOutput };

@@ -17,8 +17,10 @@ constant int kVariant [[function_constant(kConstantVariant)]];  // values: 0, 1
 constant int kQueries [[function_constant(kConstantQueries)]];  // values: 1, 2, 4, 8
 constant int kWide [[function_constant(kConstantWide)]];        // values: 0, 1
 
-// Loops over arrays that must live in registers.
+// Loops over arrays that must live in registers; and loops that stay small, since a short step waits for its
+// instructions longer than for its data.
 #define UNROLLED _Pragma("unroll")
+#define ROLLED _Pragma("unroll 1")
 #define EACH_ROW(q) UNROLLED for (int q = 0; q < N; ++q)
 
 constant constexpr float kNoScore = -INFINITY;
@@ -159,8 +161,8 @@ inline void rotate_row(threadgroup float* row, int dim, int thread_index, int th
   while (dim - start > 1) {
     int block = 1;
     while (2 * block <= dim - start) block *= 2;
-    for (int width = 1; width < block; width *= 2) {
-      for (int pair = thread_index; pair < block / 2; pair += threads) {
+    ROLLED for (int width = 1; width < block; width *= 2) {
+      ROLLED for (int pair = thread_index; pair < block / 2; pair += threads) {
         const int low = start + ((pair & ~(width - 1)) << 1) + (pair & (width - 1));
         const float a = row[low], b = row[low + width];
         row[low] = a + b;
@@ -169,7 +171,7 @@ inline void rotate_row(threadgroup float* row, int dim, int thread_index, int th
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
     const float norm = rotation_norm(block);
-    for (int i = thread_index; i < block; i += threads) row[start + i] *= norm;
+    ROLLED for (int i = thread_index; i < block; i += threads) row[start + i] *= norm;
     start += block;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -181,29 +183,29 @@ inline void rotate_row(threadgroup float* row, int dim, int thread_index, int th
 inline void block_mean(constant Cache& cache, device const float* exact, device const int* table,
                        device const float* chunk, int kv_head, int block, threadgroup float* mean, int lane) {
   const int dim = cache.key.dim, from = block * cache.block, to = from + cache.block;
-  for (int i = lane; i < dim; i += kSimd) mean[i] = 0.0f;
+  ROLLED for (int i = lane; i < dim; i += kSimd) mean[i] = 0.0f;
   int count = 0;
-  for (int first = from; first < to; first += 32) {
+  ROLLED for (int first = from; first < to; first += 32) {
     const int rows = min(32, to - first);
     uint bad = 0;
-    for (int r = 0; r < rows; ++r) {
+    ROLLED for (int r = 0; r < rows; ++r) {
       device const float* row = float_row(cache, true, exact, table, chunk, kv_head, first + r);
-      for (int i = lane; i < dim; i += kSimd) bad |= isfinite(row[i]) ? 0u : 1u << r;
+      ROLLED for (int i = lane; i < dim; i += kSimd) bad |= isfinite(row[i]) ? 0u : 1u << r;
     }
     bad = or_all(bad);
-    for (int r = 0; r < rows; ++r) {
+    ROLLED for (int r = 0; r < rows; ++r) {
       if (((bad >> r) & 1u) != 0u) continue;
       device const float* row = float_row(cache, true, exact, table, chunk, kv_head, first + r);
-      for (int i = lane; i < dim; i += kSimd) mean[i] += row[i];
+      ROLLED for (int i = lane; i < dim; i += kSimd) mean[i] += row[i];
     }
     count += rows - int(popcount(bad));
   }
-  for (int i = lane; i < dim; i += kSimd) mean[i] = from_half(to_half(count == 0 ? 0.0f : mean[i] / float(count)));
+  ROLLED for (int i = lane; i < dim; i += kSimd) mean[i] = from_half(to_half(count == 0 ? 0.0f : mean[i] / float(count)));
 }
 
 inline bool all_finite(threadgroup const float* row, int dim, int lane) {
   uint bad = 0;
-  for (int i = lane; i < dim; i += kSimd) bad |= isfinite(row[i]) ? 0u : 1u;
+  ROLLED for (int i = lane; i < dim; i += kSimd) bad |= isfinite(row[i]) ? 0u : 1u;
   return or_all(bad) == 0u;
 }
 
@@ -211,7 +213,7 @@ inline bool all_finite(threadgroup const float* row, int dim, int lane) {
 inline float group_scale(constant Side& side, threadgroup const float* row, int from, int to, int lane) {
   uint best = 0;
   int at = to;
-  for (int i = from + lane; i < to; i += kSimd) {
+  ROLLED for (int i = from + lane; i < to; i += kSimd) {
     const uint magnitude = as_type<uint>(row[i]) & 0x7fffffffu;
     if (magnitude > best) {
       best = magnitude;
@@ -250,7 +252,7 @@ inline uint key_word(constant Side& side, threadgroup const float* row, threadgr
                      bool finite) {
   if (side.bits == 16) return half_at(side, row, 2 * word) | half_at(side, row, 2 * word + 1) << 16;
   uint result = 0;
-  for (int i = 0; i < 4; ++i) {
+  ROLLED for (int i = 0; i < 4; ++i) {
     if (side.bits == 8) {
       result |= uint(code_of(side, row, scales, 4 * word + i, finite) & 255) << (8 * i);
     } else {
@@ -266,7 +268,7 @@ inline uint key_word(constant Side& side, threadgroup const float* row, threadgr
 inline void store_codes(constant Side& side, bool key, threadgroup const float* row, threadgroup float* scales,
                         device uchar* page, int token, int lane) {
   const bool finite = all_finite(row, side.dim, lane);
-  for (int g = 0; g < side.groups; ++g) {
+  ROLLED for (int g = 0; g < side.groups; ++g) {
     const int from = side.group_size == 0 ? 0 : g * side.group_size;
     const int to = side.group_size == 0 ? side.dim : min(side.dim, from + side.group_size);
     const float scale = finite ? group_scale(side, row, from, to, lane) : as_type<float>(0x7fc00000u);
@@ -280,13 +282,13 @@ inline void store_codes(constant Side& side, bool key, threadgroup const float* 
   threadgroup_barrier(mem_flags::mem_threadgroup);
   device uint* words = (device uint*)(page + side.offset);
   if (key) {
-    for (int i = lane; i < 4 * side.chunks; i += kSimd)
+    ROLLED for (int i = lane; i < 4 * side.chunks; i += kSimd)
       words[(i / 4 * kTile + token) * 4 + i % 4] = key_word(side, row, scales, i, finite);
     return;
   }
   const int tokens = 32 / side.bits, shift = token % tokens * side.bits;
   const uint mask = side.bits == 4 ? 15u : side.bits == 8 ? 255u : 65535u;
-  for (int channel = lane; channel < 4 * side.chunks; channel += kSimd) {
+  ROLLED for (int channel = lane; channel < 4 * side.chunks; channel += kSimd) {
     const uint code = side.bits == 16 ? half_at(side, row, channel)
                                       : uint(code_of(side, row, scales, channel, finite) + (side.bits == 4 ? 8 : 128));
     device uint* word = words + token / tokens * side.chunks * 4 + channel;
@@ -300,26 +302,26 @@ inline void store_query(constant AppendArgs& args, threadgroup const float* row,
   constant Side& side = args.cache.key;
   const bool finite = all_finite(row, side.dim, lane);
   float size = 0.0f;
-  for (int i = lane; i < side.dim; i += kSimd) size = largest(size, fabs(row[i]));
+  ROLLED for (int i = lane; i < side.dim; i += kSimd) size = largest(size, fabs(row[i]));
   size = largest_of_all(size);
   float scale = size == 0.0f ? 1.0f : size / 127.0f;
   if (scale == 0.0f) scale = 1.0f;  // a subnormal row may underflow
   if (lane == 0) scales[index] = finite ? scale : as_type<float>(0x7fc00000u);
   device uint* words = codes + index * args.query_chunks * 4;
-  for (int word = lane; word < 4 * args.query_chunks; word += kSimd) {
+  ROLLED for (int word = lane; word < 4 * args.query_chunks; word += kSimd) {
     uint bytes = 0;
-    for (int i = 0; i < 4; ++i) {
+    ROLLED for (int i = 0; i < 4; ++i) {
       const int channel = 4 * word + i;
       if (finite && channel < side.dim)
         bytes |= uint(int(clamp(rint(row[channel] / scale), -127.0f, 127.0f)) & 255) << (8 * i);
     }
     words[word] = bytes;
   }
-  for (int g = 0; g < side.groups; ++g) {
+  ROLLED for (int g = 0; g < side.groups; ++g) {
     const int from = side.group_size == 0 ? 0 : g * side.group_size;
     const int to = side.group_size == 0 ? side.dim : min(side.dim, from + side.group_size);
     int sum = 0;
-    for (int i = from + lane; finite && i < to; i += kSimd) sum += int(clamp(rint(row[i] / scale), -127.0f, 127.0f));
+    ROLLED for (int i = from + lane; finite && i < to; i += kSimd) sum += int(clamp(rint(row[i] / scale), -127.0f, 127.0f));
     sum = simd_sum(sum);
     if (lane == 0) sums[index * side.groups + g] = sum;
   }
@@ -348,7 +350,7 @@ inline void store_query(constant AppendArgs& args, threadgroup const float* row,
 
   if (task < args.query_tasks) {
     device const float* from = query + long(task) * cache.key.pitch;
-    for (int i = lane; i < cache.key.dim; i += kSimd) row[i] = from[i];
+    ROLLED for (int i = lane; i < cache.key.dim; i += kSimd) row[i] = from[i];
     if (cache.key.rotate != 0) rotate_row(row, cache.key.dim, lane, kSimd);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     store_query(args, row, task, query_codes, query_scales, query_sums, lane);
@@ -364,7 +366,7 @@ inline void store_query(constant AppendArgs& args, threadgroup const float* row,
     const int from = max(first, args.encode_from), to = min(first + 8, args.encode_to);
     device const float* chunk = key ? new_key : new_value;
     int block = -1;
-    for (int j = from; j < to; ++j) {
+    ROLLED for (int j = from; j < to; ++j) {
       if (key && cache.centered != 0 && block != j / cache.block) {
         block = j / cache.block;
         const long at = (long(table[cache.mean_table + block]) * cache.kv_heads + kv_head) * cache.key.dim;
@@ -372,15 +374,15 @@ inline void store_query(constant AppendArgs& args, threadgroup const float* row,
         if (block * cache.block >= min(cache.past, cache.exact_begin)) {
           block_mean(cache, exact, table, chunk, kv_head, block, mean, lane);
           if (j == max(args.encode_from, block * cache.block))  // others need it too; one of them writes it
-            for (int i = lane; i < cache.key.dim; i += kSimd) means[at + i] = to_half(mean[i]);
+            ROLLED for (int i = lane; i < cache.key.dim; i += kSimd) means[at + i] = to_half(mean[i]);
         } else {
-          for (int i = lane; i < cache.key.dim; i += kSimd) mean[i] = from_half(means[at + i]);
+          ROLLED for (int i = lane; i < cache.key.dim; i += kSimd) mean[i] = from_half(means[at + i]);
         }
       }
       constant Side& side = key ? cache.key : cache.value;
       device const float* floats = float_row(cache, key, exact, table, chunk, kv_head, j);
       const bool center = key && cache.centered != 0;
-      for (int i = lane; i < side.dim; i += kSimd) row[i] = center ? floats[i] - mean[i] : floats[i];
+      ROLLED for (int i = lane; i < side.dim; i += kSimd) row[i] = center ? floats[i] - mean[i] : floats[i];
       if (side.rotate != 0) rotate_row(row, side.dim, lane, kSimd);
       threadgroup_barrier(mem_flags::mem_threadgroup);
       const long page = table[cache.low_table + j / kTile];
@@ -401,7 +403,7 @@ inline void store_query(constant AppendArgs& args, threadgroup const float* row,
   device const float* from = float_row(cache, key, exact, table, key ? new_key : new_value, kv_head, j);
   device float* to = sink ? sinks + sink_offset(cache, key, kv_head, j)
                           : exact + exact_offset(cache, key, table, kv_head, j);
-  for (int i = lane; i < pitch; i += kSimd) to[i] = from[i];
+  ROLLED for (int i = lane; i < pitch; i += kSimd) to[i] = from[i];
 }
 
 // ---- attend --------------------------------------------------------------------------------------------------------
@@ -557,7 +559,7 @@ inline void key_dots(constant Side& side, device const uchar* page, device const
   int dots[N];
   EACH_ROW(q) dots[q] = 0;
   int group = 0, left = group_chunks;
-  for (int first = 0; first < side.chunks; first += 4) {
+  ROLLED for (int first = 0; first < side.chunks; first += 4) {
     uint4 keys[4];
     float scales[4];
     UNROLLED for (int i = 0; i < 4; ++i) keys[i] = codes[min(first + i, side.chunks - 1) * kTile];
@@ -589,7 +591,7 @@ template <int N>
 inline void half_scores(constant Side& side, device const uchar* page, device const float* query,
                         thread const QueryRows<N>& rows, int token, thread float (&scores)[N]) {
   device const uint4* codes = (device const uint4*)(page + side.offset) + token;
-  for (int chunk = 0; chunk < side.chunks; ++chunk) {
+  ROLLED for (int chunk = 0; chunk < side.chunks; ++chunk) {
     const uint4 key = codes[chunk * kTile];
     EACH_ROW(q) {
       device const float4* x = (device const float4*)(query + long(rows.row[q]) * side.pitch) + 2 * chunk;
@@ -607,12 +609,12 @@ template <int N>
 inline void add_means(constant Cache& cache, device const ushort* means, device const int* table,
                       device const float* query, thread const QueryRows<N>& rows, int kv_head, int from, int to, int j,
                       int lane, float scale, thread float (&scores)[N]) {
-  for (int block = from / cache.block; block <= (to - 1) / cache.block; ++block) {
+  ROLLED for (int block = from / cache.block; block <= (to - 1) / cache.block; ++block) {
     device const ushort* mean =
         means + (long(table[cache.mean_table + block]) * cache.kv_heads + kv_head) * cache.key.dim;
     float dots[N];
     EACH_ROW(q) dots[q] = 0.0f;
-    for (int i = lane; i < cache.key.dim; i += kSimd) {
+    ROLLED for (int i = lane; i < cache.key.dim; i += kSimd) {
       const float x = from_half(mean[i]);
       EACH_ROW(q) dots[q] = fma(query[long(rows.row[q]) * cache.key.pitch + i], x, dots[q]);
     }
@@ -711,7 +713,7 @@ template <int N, int kBits>
 inline void add_values(device const uint4* codes, thread const ValueLanes& lanes, int quad,
                        threadgroup const float* weights, int stride, thread FourWords& four,
                        thread float4 (&sums)[N]) {
-  for (int first = lanes.part; first < kBits; first += 4 * lanes.parts) {
+  ROLLED for (int first = lanes.part; first < kBits; first += 4 * lanes.parts) {
     if (first != lanes.part) load_words(codes, lanes, quad, first, kBits, four);
     UNROLLED for (int i = 0; i < 4; ++i) {
       const int at = first + i * lanes.parts;
@@ -743,7 +745,7 @@ inline void attend_low(constant AttendArgs& args, device const uchar* pages, dev
   constant Cache& cache = args.cache;
   const int group_size = cache.value.bits == 16 ? 0 : cache.value.group_size;
   const int slice_groups = group_size == 0 ? 1 : 128 / group_size, stride = slice_groups * kSimd;
-  for (int piece = first; piece < last; piece += step) {
+  ROLLED for (int piece = first; piece < last; piece += step) {
     device const uchar* page = low_page(cache, pages, table, piece / 2, kv_head);
     const int token = piece % 2 * kSimd + lane, j = piece * kSimd + lane;  // in the page, and of all
     // Values and their scales are asked for before the scores are made.
@@ -844,70 +846,85 @@ inline void attend_exact(constant AttendArgs& args, device const float* exact, d
                          thread Softmax<N>& softmax, thread Sums<N>& sums) {
   constant Cache& cache = args.cache;
   const int quads = cache.key.pitch / 4, piece = lane % 8;
-  for (int tile = first; tile < last; tile += step) {
+  ROLLED for (int tile = first; tile < last; tile += step) {
     const bool sink = tile < sink_tiles;
     const int base = (sink ? tile : window + tile - sink_tiles) * kExactTile;
-    // Eight lanes a token, four tokens at a time.
-    float scores[N][4];
+    // Eight lanes a token, four tokens at a time: j, j + 4, j + 8, j + 12.
+    const int j = base + lane / 8;
+    float scores[N][4], dots[N][4];
+    device const float4* keys[4];
     UNROLLED for (int n = 0; n < 4; ++n) {
-      const int j = base + 4 * n + lane / 8;
-      const bool attended = j < cache.total && (sink == (j < cache.n_sink)) && (args.padded == 0 || padding[j] != 0);
+      const int at = j + 4 * n;
+      const bool attended =
+          at < cache.total && (sink == (at < cache.n_sink)) && (args.padded == 0 || padding[at] != 0);
       bool any_seen = false;
       EACH_ROW(q) {
-        const bool seen = attended && j >= rows.begin[q] && j < rows.end[q] && (sink || j >= rows.exact_from[q]);
+        const bool seen = attended && at >= rows.begin[q] && at < rows.end[q] && (sink || at >= rows.exact_from[q]);
         scores[q][n] = seen ? 0.0f : kNoScore;
+        dots[q][n] = 0.0f;
         any_seen = any_seen || seen;
       }
-      float dots[N];
-      EACH_ROW(q) dots[q] = 0.0f;
-      if (any_seen) {
-        device const float4* key =
-            (device const float4*)seen_row(cache, true, exact, sinks, table, new_key, kv_head, j);
-        for (int i = piece; i < quads; i += 8) {
-          const float4 k = key[i];
-          EACH_ROW(q) {
-            const float4 x = ((device const float4*)(query + long(rows.row[q]) * cache.key.pitch))[i];
-            dots[q] = fma(k.w, x.w, fma(k.z, x.z, fma(k.y, x.y, fma(k.x, x.x, dots[q]))));
-          }
-        }
-      }
+      keys[n] = (device const float4*)new_key;  // some row, for a token that nobody sees
+      if (any_seen) keys[n] = (device const float4*)seen_row(cache, true, exact, sinks, table, new_key, kv_head, at);
+    }
+    ROLLED for (int i = piece; i < quads; i += 8) {
+      float4 k[4];
+      UNROLLED for (int n = 0; n < 4; ++n) k[n] = keys[n][i];
       EACH_ROW(q) {
-        float dot = dots[q];
-        for (int s = 4; s > 0; s /= 2) dot += simd_shuffle_xor(dot, ushort(s));
-        if (scores[q][n] != kNoScore) scores[q][n] = finish_score(args, bias, rows.row[q], j, args.scale * dot);
+        const float4 x = ((device const float4*)(query + long(rows.row[q]) * cache.key.pitch))[i];
+        UNROLLED for (int n = 0; n < 4; ++n)
+          dots[q][n] = fma(k[n].w, x.w, fma(k[n].z, x.z, fma(k[n].y, x.y, fma(k[n].x, x.x, dots[q][n]))));
       }
     }
     simdgroup_barrier(mem_flags::mem_threadgroup);
     EACH_ROW(q) {
       float maximum = kNoScore;
-      UNROLLED for (int n = 0; n < 4; ++n) maximum = largest(maximum, scores[q][n]);
+      UNROLLED for (int n = 0; n < 4; ++n) {
+        float dot = dots[q][n];
+        for (int s = 4; s > 0; s /= 2) dot += simd_shuffle_xor(dot, ushort(s));
+        if (scores[q][n] != kNoScore)
+          scores[q][n] = finish_score(args, bias, rows.row[q], j + 4 * n, args.scale * dot);
+        maximum = largest(maximum, scores[q][n]);
+      }
       raise<N>(softmax, sums, q, maximum);
       UNROLLED for (int n = 0; n < 4; ++n) {
-        if (piece != 0) continue;
         const bool seen = scores[q][n] != kNoScore;
         const float weight = seen ? exp(scores[q][n] - softmax.maximum[q]) : -1.0f;
-        weights[q * kExactTile + 4 * n + lane / 8] = weight;
-        softmax.sum[q] += seen ? weight : 0.0f;
+        if (piece == 0) {
+          weights[q * kExactTile + 4 * n + lane / 8] = weight;
+          softmax.sum[q] += seen ? weight : 0.0f;
+        }
       }
     }
     simdgroup_barrier(mem_flags::mem_threadgroup);
-    for (int t = lanes.part; t < kExactTile; t += lanes.parts) {
-      bool any_seen = false;
-      EACH_ROW(q) any_seen = any_seen || !(weights[q * kExactTile + t] < 0.0f);
-      if (!any_seen) continue;
-      device const float4* value =
-          (device const float4*)seen_row(cache, false, exact, sinks, table, new_value, kv_head, base + t);
+    // Two tokens of this lane's part at a time.
+    ROLLED for (int t = lanes.part; t < kExactTile; t += 2 * lanes.parts) {
+      device const float4* values[2];
+      bool any_seen[2];
+      UNROLLED for (int n = 0; n < 2; ++n) {
+        const int at = t + n * lanes.parts;
+        any_seen[n] = false;
+        EACH_ROW(q) any_seen[n] = any_seen[n] || (at < kExactTile && !(weights[q * kExactTile + at] < 0.0f));
+        values[n] = (device const float4*)new_value;
+        if (any_seen[n])
+          values[n] = (device const float4*)seen_row(cache, false, exact, sinks, table, new_value, kv_head, base + at);
+      }
       UNROLLED for (int half_index = 0; half_index < 2; ++half_index) {
         const int quad = lanes.quad + half_index * kSimd;
         if ((half_index == 1 && kWide == 0) || quad >= lanes.quads) break;
-        const float4 v = value[quad];
-        EACH_ROW(q) {
-          const float weight = weights[q * kExactTile + t];
-          if (weight < 0.0f) continue;
-          if (half_index == 0)
-            sums.first[q] = sums.first[q] + v * weight;
-          else
-            sums.second[q] = sums.second[q] + v * weight;
+        float4 v[2];
+        UNROLLED for (int n = 0; n < 2; ++n) v[n] = values[n][quad];
+        UNROLLED for (int n = 0; n < 2; ++n) {
+          if (!any_seen[n]) continue;
+          EACH_ROW(q) {
+            const float weight = weights[q * kExactTile + t + n * lanes.parts];
+            if (!(weight < 0.0f)) {
+              if (half_index == 0)
+                sums.first[q] = sums.first[q] + v[n] * weight;
+              else
+                sums.second[q] = sums.second[q] + v[n] * weight;
+            }
+          }
         }
       }
     }
@@ -944,7 +961,7 @@ inline void write_split(constant AttendArgs& args, thread const QueryRows<N>& ro
   threadgroup float4* mine = (threadgroup float4*)(weights + simdgroup * share);
   EACH_ROW(q) {
     float maximum = kNoScore;
-    for (int s = 0; s < simdgroups; ++s) maximum = largest(maximum, stats[(s * N + q) * 2]);
+    ROLLED for (int s = 0; s < simdgroups; ++s) maximum = largest(maximum, stats[(s * N + q) * 2]);
     // A simdgroup whose rows see nothing has sum 0; one with nothing but NaN has maximum -inf and sum NaN.
     const float factor = softmax.sum[q] == 0.0f ? 0.0f : exp(softmax.maximum[q] - maximum);
     const float4 first = over_parts<N>(sums.first[q], lanes) * factor;
@@ -957,15 +974,15 @@ inline void write_split(constant AttendArgs& args, thread const QueryRows<N>& ro
     if (rows.end[q] == 0) continue;
     const long at = long(split) * count + rows.row[q] - args.first_token * args.heads;
     const int channels = min(width, lanes.quads * 4 - slice * width);
-    for (int c = thread_index; c < channels; c += threads) {
+    ROLLED for (int c = thread_index; c < channels; c += threads) {
       float sum = 0.0f;
-      for (int s = 0; s < simdgroups; ++s) sum += weights[s * share + q * width + c];
+      ROLLED for (int s = 0; s < simdgroups; ++s) sum += weights[s * share + q * width + c];
       partials[at * args.cache.value.pitch + slice * width + c] = sum;
     }
     if (thread_index != 0 || slice != 0) continue;
     float maximum = kNoScore, sum = 0.0f;
-    for (int s = 0; s < simdgroups; ++s) maximum = largest(maximum, stats[(s * N + q) * 2]);
-    for (int s = 0; s < simdgroups; ++s) {
+    ROLLED for (int s = 0; s < simdgroups; ++s) maximum = largest(maximum, stats[(s * N + q) * 2]);
+    ROLLED for (int s = 0; s < simdgroups; ++s) {
       const float part = stats[(s * N + q) * 2 + 1];
       if (part != 0.0f) sum += part * exp(stats[(s * N + q) * 2] - maximum);
     }
@@ -1092,9 +1109,9 @@ inline void attend_rows(constant AttendArgs& args, device const uchar* pages, de
   if (sink > maximum || isnan(sink)) maximum = sink;
   float sum = 0.0f;
   for (int s = lane; s < splits; s += kSimd) {
-    const long at = (long(s) * args.rows + row) * 2;
-    const float part = split_stats[at + 1];
-    const float factor = part == 0.0f ? 0.0f : exp(split_stats[at] - maximum);
+    const long stat = (long(s) * args.rows + row) * 2;
+    const float part = split_stats[stat + 1];
+    const float factor = part == 0.0f ? 0.0f : exp(split_stats[stat] - maximum);
     if (part != 0.0f) sum += part * factor;
     if (thread_index < kSimd) factors[s] = factor;
   }
@@ -1129,8 +1146,9 @@ inline void attend_rows(constant AttendArgs& args, device const uchar* pages, de
   }
   if (args.rotate != 0) rotate_row(low, args.dim, thread_index, threads);
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (int c = thread_index; c < args.dim; c += threads)
-    output[long(row) * args.dim + c] = sum == 0.0f ? 0.0f : (low[c] + exact[c]) / sum;
+  const long at = long(row % args.heads) * args.output_head + long(row / args.heads) * args.output_token;
+  ROLLED for (int c = thread_index; c < args.dim; c += threads)
+    output[at + c] = sum == 0.0f ? 0.0f : (low[c] + exact[c]) / sum;
 }
 
 // ---- for tests -----------------------------------------------------------------------------------------------------

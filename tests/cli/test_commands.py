@@ -7,7 +7,7 @@ import pytest
 import kvfuse
 from kvfuse.formats import PRESETS
 
-COMMANDS = ("rewrite", "unfuse", "inspect", "diff", "verify", "generate", "doctor")
+COMMANDS = ("rewrite", "unfuse", "inspect", "diff", "verify", "generate", "doctor", "evaluate")
 
 
 def test_the_installed_command_answers():

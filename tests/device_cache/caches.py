@@ -1,7 +1,8 @@
-"""Layer caches on the CPU and on the emulated device, fed the same tokens; K kv heads, H heads, T tokens."""
+"""Layer caches on the CPU and on a device, fed the same tokens; K kv heads, H heads, T tokens."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -12,10 +13,12 @@ from reference import OpConfig, attend_row, canonical_state
 from kvfuse import _native
 
 Array = NDArray[Any]
+# KVFUSE_TEST_DEVICE names another one.
+DEVICE = os.environ.get("KVFUSE_TEST_DEVICE", "emulated")
 _FORMAT = "key_bits value_bits group_size codes rotation n_recent block n_sink window_left key_center".split()
 
 
-def make(config: OpConfig, tokens: Tokens, device: str = "emulated", **options: Any) -> _native.LayerCache:
+def make(config: OpConfig, tokens: Tokens, device: str = DEVICE, **options: Any) -> _native.LayerCache:
     """An empty cache for such tokens."""
     sizes = {
         "kv_num_heads": tokens.key.shape[0],

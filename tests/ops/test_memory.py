@@ -14,6 +14,7 @@ from reference import OpConfig
 from reference.cache import bytes_per_token
 
 from kvfuse import _native
+from kvfuse.formats import PRESETS
 
 KV_HEADS, HEAD_DIM, VALUE_DIM = 2, 64, 32
 FORMATS = {
@@ -53,6 +54,14 @@ def test_growth_follows_the_formula(config: OpConfig) -> None:
     grown = nbytes(fed(config, SECOND)) - nbytes(fed(config, FIRST))
     expected = (SECOND - FIRST) * bytes_per_token(config, KV_HEADS, HEAD_DIM, VALUE_DIM)
     assert grown == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_take_the_bytes_that_they_print(preset: str) -> None:
+    config = OpConfig(**PRESETS[preset].attributes())  # type: ignore[arg-type]
+    grown = nbytes(fed(config, SECOND)) - nbytes(fed(config, FIRST))
+    printed = (SECOND - FIRST) * PRESETS[preset].bytes_per_token(KV_HEADS, HEAD_DIM, VALUE_DIM)
+    assert grown == pytest.approx(printed, rel=0.02)  # as above
 
 
 @pytest.mark.parametrize("config", FORMATS.values(), ids=FORMATS)

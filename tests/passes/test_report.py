@@ -76,6 +76,7 @@ def test_no_reason_is_cut_in_a_narrow_window(report):
     ("options", "words"),
     [
         ({"format": "int4"}, "bytes per token ("),
+        ({"format": "exact"}, "bytes per token ("),
         ({}, "bytes per token beyond the exact window of the newest 64 tokens ("),
         ({"n_recent": 4096}, "bytes per token beyond the exact window of the newest 4,096 tokens ("),
         (
