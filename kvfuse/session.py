@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import re
 import uuid
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import onnxruntime
 
-from kvfuse.errors import LibraryError, ModelError, OptionError, SequenceError
+from kvfuse.errors import LibraryError, ModelError, OptionError, PrecisionWarning, SequenceError
 from kvfuse.library import library_path, native, registration_lock
 from kvfuse.provider import add_device
 from kvfuse.sequence import SequenceView
@@ -34,7 +35,10 @@ _KERNEL_ERROR = re.compile(
 
 @contextlib.contextmanager
 def kernel_errors() -> Iterator[None]:
-    """Raises SequenceError for what a kvfuse kernel refused; lets every other error pass untouched."""
+    """Raises SequenceError for what a kvfuse kernel refused; lets every other error pass untouched.
+
+    What the ops' guards found is passed on as PrecisionWarning.
+    """
     try:
         yield
     except Exception as error:  # onnxruntime's exceptions have no common base
@@ -42,6 +46,8 @@ def kernel_errors() -> Iterator[None]:
         if found is None:
             raise
         raise SequenceError(found.group(1).strip()) from error
+    for sentence in native().take_warnings():
+        warnings.warn(sentence, PrecisionWarning, stacklevel=4)  # at the line that called `run`
 
 
 @contextlib.contextmanager

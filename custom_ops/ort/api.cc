@@ -161,6 +161,12 @@ const OrtLogger* Logger(const OrtKernelInfo* info) {
   return logger;
 }
 
+void LogWarning(OrtKernelContext* context, const std::string& sentence) {
+  const OrtLogger* logger = nullptr;
+  Check(Api().KernelContext_GetLogger(context, &logger));
+  Check(Api().Logger_LogMessage(logger, ORT_LOGGING_LEVEL_WARNING, sentence.c_str(), ORT_FILE, __LINE__, "kvfuse"));
+}
+
 std::string ConfigEntry(const OrtKernelInfo* info, const char* key) {
   OrtKeyValuePairs* entries = nullptr;
   Check(Api().KernelInfo_GetConfigEntries(info, &entries));

@@ -53,6 +53,8 @@ std::string StringAttribute(const OrtKernelInfo* info, const std::string& where,
 std::string NodeName(const OrtKernelInfo* info);
 // The session's logger: one address for all kernels and providers of a session.
 const OrtLogger* Logger(const OrtKernelInfo* info);
+// Through the run's own logger, which prints what its severity lets through.
+void LogWarning(OrtKernelContext* context, const std::string& sentence);
 // A session config entry; empty when not set.
 std::string ConfigEntry(const OrtKernelInfo* info, const char* key);
 
