@@ -2,6 +2,8 @@
 # make test    build everything, lint, type-check, run all tests
 # make check   the part of `make test` that runs no tests;  make fix  applies what can be applied
 # make goldens   writes the expected halves of the graph cases anew
+# make bench   kvfuse beside other runtimes: everything in docs/benchmarks.md, about two hours of an idle machine;
+#   make bench-quick: some minutes;  make bench-docs: puts what was measured into docs/
 # make sanitize  the library under ASan, UBSan and TSan;  make fuzz  a million hostile states (needs clang)
 VENV ?= .venv
 PYTHON ?= python3
@@ -9,7 +11,7 @@ BIN = $(VENV)/bin
 MINIMUM_ORT = 1.24.4
 export PYTHON_IN_VENV = $(abspath $(BIN))/python
 
-.PHONY: setup demo test test-minimum check fix goldens sanitize fuzz clean
+.PHONY: setup demo test test-minimum check fix goldens bench bench-quick bench-docs sanitize fuzz clean
 
 # One stamp per input of the build: sources are only compiled again when one changed.
 NATIVE = $(shell find custom_ops -type f -not -path '*/fuzz/*') pyproject.toml
@@ -32,6 +34,7 @@ demo: setup
 	$(BIN)/python models/demo.py
 
 test: check test-minimum
+	tools/get_emulators.sh
 	$(BIN)/python -m pytest
 
 # The declared minimum of onnxruntime, beside the environment rather than in it; and the reference kernel, which the
@@ -46,16 +49,39 @@ test-minimum: setup
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror $$(find custom_ops -name '*.cc' -o -name '*.h')
+	$(BIN)/clang-format --dry-run --Werror $$(find custom_ops benchmarks -name '*.cc' -o -name '*.h')
 	PYTHON=$(PYTHON_IN_VENV) tools/typecheck.sh
 
 fix: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $$(find custom_ops -name '*.cc' -o -name '*.h')
+	$(BIN)/clang-format -i $$(find custom_ops benchmarks -name '*.cc' -o -name '*.h')
 
 goldens: setup
 	$(BIN)/python -m pytest -q tests/passes --update-goldens
+
+$(VENV)/.kvfuse-bench: $(STAMP)
+	$(BIN)/python -m pip install --quiet --group bench
+	PYTHON=$(PYTHON_IN_VENV) benchmarks/build_ggml.sh
+	touch $@
+
+MEASURED = build/bench
+bench: $(VENV)/.kvfuse-bench
+	$(BIN)/python benchmarks/attention.py --json $(MEASURED)/attention.json
+	-KVFUSE_KERNEL=avx2 $(BIN)/python benchmarks/attention.py --modes decode --tokens 1024,4096 --threads 1 \
+	  --contenders ort_gqa_f32 --json $(MEASURED)/attention_avx2.json
+	$(BIN)/python benchmarks/stages.py --json $(MEASURED)/stages.json
+	$(BIN)/python benchmarks/visible_keys.py --json $(MEASURED)/visible_keys.json
+	$(BIN)/python benchmarks/memory.py --json $(MEASURED)/memory.json
+	$(BIN)/python benchmarks/end_to_end.py --json $(MEASURED)/end_to_end.json
+
+bench-quick: $(VENV)/.kvfuse-bench
+	$(BIN)/python benchmarks/attention.py --quick --json $(MEASURED)/quick.json
+
+bench-docs: $(VENV)/.kvfuse-bench
+	$(BIN)/python benchmarks/report.py $(wildcard $(addprefix $(MEASURED)/, attention.json attention_avx2.json stages.json \
+	  visible_keys.json memory.json end_to_end.json)) --write docs/benchmarks.md
+	$(BIN)/python benchmarks/plot.py $(MEASURED)/end_to_end.json docs/img/context.svg
 
 sanitize: setup
 	PYTHON=$(PYTHON_IN_VENV) tools/sanitize.sh address

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvfuse.errors import (
+        DeviceError,
         KVFuseError,
         LibraryError,
         ModelError,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from kvfuse.graph_diff import diff
     from kvfuse.library import library_path, register
     from kvfuse.pipeline import inspect, rewrite
+    from kvfuse.provider import DeviceInfo, devices
     from kvfuse.report import RewriteReport
     from kvfuse.restore import unfuse
     from kvfuse.sequence import KvSequence, memory_in_use, reorder, set_memory_limit
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 
 # public name -> the module that defines it
 _HOMES = {
+    "DeviceError": "kvfuse.errors",
+    "DeviceInfo": "kvfuse.provider",
     "InferenceSession": "kvfuse.session",
     "KVFuseError": "kvfuse.errors",
     "KvSequence": "kvfuse.sequence",
@@ -41,6 +45,7 @@ _HOMES = {
     "RefusedError": "kvfuse.errors",
     "RewriteReport": "kvfuse.report",
     "SequenceError": "kvfuse.errors",
+    "devices": "kvfuse.provider",
     "diff": "kvfuse.graph_diff",
     "inspect": "kvfuse.pipeline",
     "library_path": "kvfuse.library",
@@ -53,6 +58,8 @@ _HOMES = {
 }
 
 __all__ = [
+    "DeviceError",
+    "DeviceInfo",
     "InferenceSession",
     "KVFuseError",
     "KvSequence",
@@ -64,6 +71,7 @@ __all__ = [
     "RewriteReport",
     "SequenceError",
     "__version__",
+    "devices",
     "diff",
     "inspect",
     "library_path",

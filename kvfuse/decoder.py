@@ -230,10 +230,14 @@ _PLAIN_INPUTS: dict[str, Callable[[NDArray[np.int64], int], NDArray[Any]]] = {
 }
 
 
-def open_decoder(path: str | Path, caches: Mapping[str, str] | None = None) -> Decoder:
-    """Loads a decoder, original or rewritten.
+def open_decoder(
+    path: str | Path, caches: Mapping[str, str] | None = None, device: str | None = None
+) -> Decoder:
+    """Loads a decoder, original or rewritten, with the caches of a rewritten one on `device`.
 
     Raises:
+        OptionError: the device is unknown.
+        DeviceError: the device does not run here.
         ModelError: the file cannot be loaded, or is no decoder of token ids.
     """
     if not Path(path).is_file():
@@ -241,7 +245,7 @@ def open_decoder(path: str | Path, caches: Mapping[str, str] | None = None) -> D
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # whatever goes wrong is raised, once
     try:
-        session = InferenceSession(str(path), options)
+        session = InferenceSession(str(path), options, device=device)
     except Exception as error:  # onnxruntime's exceptions have no common base
         if not type(error).__module__.startswith("onnxruntime"):
             raise

@@ -76,6 +76,14 @@ void Sequence::TruncateLocked(int64_t length) {
   }
 }
 
+void Sequence::CheckTruncate(int64_t length) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (LayerCache* layer : Layers()) {
+    std::lock_guard<std::mutex> layer_lock(layer->mutex);
+    layer->CheckTruncate(length);
+  }
+}
+
 void Sequence::Truncate(int64_t length) {
   std::lock_guard<std::mutex> lock(mutex_);
   const int64_t present = LengthLocked();
@@ -141,12 +149,12 @@ std::pair<int64_t, int64_t> Sequence::Begin(const std::string& fingerprint, cons
 }
 
 void Sequence::CheckLayer(int64_t run, const std::string& layer, const CacheFormat& format, int64_t total,
-                          int64_t count) {
+                          int64_t count, CacheDevice& device) {
   std::lock_guard<std::mutex> lock(mutex_);
   CheckRun(run, layer);
   if (max_tokens_ >= 0 && total > max_tokens_)
     FailMemory("[layer '", layer, "'] expected at most ", max_tokens_, " tokens in sequence ", id_, "; found ", total);
-  if (max_bytes_ >= 0) CheckBytes(layer, format, count);
+  if (max_bytes_ >= 0) CheckBytes(layer, format, count, device);
   const std::vector<std::string>& names = pending_ ? pending_->layers : layer_names_;
   if (!names.empty() && std::find(names.begin(), names.end(), layer) == names.end())
     Fail("[layer '", layer, "'] expected a layer key that the graph's KvCacheBegin lists; found none of its ",
@@ -160,8 +168,8 @@ void Sequence::CheckLayer(int64_t run, const std::string& layer, const CacheForm
          "; found ", format.Describe());
 }
 
-void Sequence::CheckBytes(const std::string& layer, const CacheFormat& format, int64_t count) {
-  int64_t bytes = layers_.count(layer) == 0 ? CpuDevice().Make(format)->GrowthBytes(count) : 0;
+void Sequence::CheckBytes(const std::string& layer, const CacheFormat& format, int64_t count, CacheDevice& device) {
+  int64_t bytes = layers_.count(layer) == 0 ? device.Make(format)->GrowthBytes(count) : 0;
   for (auto& [name, cache] : layers_) {
     std::lock_guard<std::mutex> layer_lock(cache->mutex);
     bytes += cache->nbytes() + (name == layer ? cache->GrowthBytes(count) : 0);

@@ -7,6 +7,7 @@ import sys
 import warnings
 
 import numpy as np
+import onnxruntime
 import pytest
 
 import kvfuse
@@ -202,7 +203,13 @@ def test_plain_onnxruntime_logs_the_warning(tmp_path):
     assert "[layer 'layers.5'] expected low-bit keys" in done.stderr
 
 
-def test_sentences_are_taken_once():
-    with pytest.warns(kvfuse.PrecisionWarning):
-        run(session(COARSE), "outliers_20")
-    assert _native.take_warnings() == []
+def test_sentences_go_to_their_own_session():
+    """One that runs in plain onnxruntime, or in another session, is nobody else's warning."""
+    failing, other = session(COARSE), session(DEFAULT)
+    part = operands("outliers_20")
+    onnxruntime.InferenceSession.run(failing, None, {**part, "kv_past_length": np.array([0])})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(other, "usual")
+    assert len(_native.take_warnings(failing._token)) == 1
+    assert _native.take_warnings(failing._token) == []

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <string>
 
+#include "kvfuse/export.h"
+
 namespace kvfuse {
 
 constexpr int kPageTokens = 64;       // tokens in one page of low-bit rows
@@ -74,7 +76,7 @@ struct CacheFormat {
   }
 
   // "2 kv heads of 64/64 channels, 4/4 bits, …": for error sentences.
-  std::string Describe() const;
+  KVFUSE_EXPORT std::string Describe() const;
 };
 
 }  // namespace kvfuse
