@@ -1,6 +1,7 @@
 # make demo    build everything, rewrite a real model, run it beside the original, print the table
 # make test    build everything, lint, type-check, run all tests
 # make check   the part of `make test` that runs no tests;  make fix  applies what can be applied
+# make quality   measures cache formats on real models, writes the tables of docs/quality.md (an hour and more)
 # make goldens   writes the expected halves of the graph cases anew
 # make bench   kvfuse beside other runtimes: everything in docs/benchmarks.md, about two hours of an idle machine;
 #   make bench-quick: some minutes;  make bench-docs: puts what was measured into docs/
@@ -11,7 +12,7 @@ BIN = $(VENV)/bin
 MINIMUM_ORT = 1.24.4
 export PYTHON_IN_VENV = $(abspath $(BIN))/python
 
-.PHONY: setup demo test test-minimum check fix goldens bench bench-quick bench-docs sanitize fuzz clean
+.PHONY: setup demo test test-minimum test-metal check fix goldens bench bench-quick bench-docs quality sanitize fuzz clean
 
 # One stamp per input of the build: sources are only compiled again when one changed.
 NATIVE = $(shell find custom_ops -type f -not -path '*/fuzz/*') pyproject.toml
@@ -27,13 +28,14 @@ $(VENV)/.kvfuse-dependencies: pyproject.toml
 
 $(STAMP): $(VENV)/.kvfuse-dependencies $(NATIVE)
 	tools/get_onnxruntime_headers.sh
+	PYTHON=$(PYTHON_IN_VENV) PATH="$(abspath $(BIN)):$$PATH" tools/get_metal_cpp.sh
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[models]"
 	touch $@
 
 demo: setup
 	$(BIN)/python models/demo.py
 
-test: check test-minimum
+test: check test-minimum test-metal
 	tools/get_emulators.sh
 	$(BIN)/python -m pytest
 
@@ -46,16 +48,20 @@ test-minimum: setup
 	  $(BIN)/python -m pytest -q tests/kernels tests/ops tests/e2e tests/runtime/test_past.py \
 	  tests/passes/test_versions.py
 
+# Device "metal" over a fake of Metal: the host code of the Apple GPU, run here.
+test-metal: setup
+	test "$$(uname)" != Linux || PYTHON=$(PYTHON_IN_VENV) tools/fake_metal.sh
+
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror $$(find custom_ops benchmarks -name '*.cc' -o -name '*.h')
+	$(BIN)/clang-format --dry-run --Werror $$(find custom_ops benchmarks tests/metal -name '*.cc' -o -name '*.h')
 	PYTHON=$(PYTHON_IN_VENV) tools/typecheck.sh
 
 fix: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $$(find custom_ops benchmarks -name '*.cc' -o -name '*.h')
+	$(BIN)/clang-format -i $$(find custom_ops benchmarks tests/metal -name '*.cc' -o -name '*.h')
 
 goldens: setup
 	$(BIN)/python -m pytest -q tests/passes --update-goldens
@@ -82,6 +88,10 @@ bench-docs: $(VENV)/.kvfuse-bench
 	$(BIN)/python benchmarks/report.py $(wildcard $(addprefix $(MEASURED)/, attention.json attention_avx2.json stages.json \
 	  visible_keys.json memory.json end_to_end.json)) --write docs/benchmarks.md
 	$(BIN)/python benchmarks/plot.py $(MEASURED)/end_to_end.json docs/img/context.svg
+
+quality: setup
+	$(BIN)/python -m pip install --quiet --group quality
+	$(BIN)/python benchmarks/quality.py
 
 sanitize: setup
 	PYTHON=$(PYTHON_IN_VENV) tools/sanitize.sh address

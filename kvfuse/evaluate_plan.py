@@ -48,7 +48,7 @@ def make_plan(
         tokenizer: of both models.
         context: tokens of a window.
         windows: how many, one after another.
-        prompts: how many pieces of the first window are continued; each is a quarter of it and at most 256
+        prompts: how many pieces of the first window are continued; each is half of it and at most 256
             tokens long.
         greedy: by how many tokens.
         depths: where the needles lie, 0 = at the start; empty for none.
@@ -64,7 +64,7 @@ def make_plan(
             f"found {prompts}, {greedy} and {layer_tokens}"
         )
     cut = cut_windows(text, tokenizer, context, windows)
-    length = max(1, min(256, context // 4))
+    length = max(1, min(256, context // 2))
     starts = [round(index * (context - length) / max(1, prompts - 1)) for index in range(prompts)]
     needles = make_needles(tokenizer, depths)
     haystack = hide(needles, cut[0], needle_context or context) if needles else []

@@ -35,7 +35,7 @@ class Source:
 
 @dataclass(frozen=True)
 class SplitSource:
-    """One file cut into parts, each in a wheel: its name, the SHA-256 of the whole (hex), the parts in order."""
+    """One file cut into parts, each in a wheel: its name, SHA-256 of the whole (hex), the parts in order."""
 
     file: str
     file_sha256: str

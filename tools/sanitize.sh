@@ -29,44 +29,21 @@ case $kind in
     ;;
 esac
 
-export PATH="$(dirname "$python"):$PATH"
-version=$("$python" -c 'from importlib.metadata import version; print(version("kvfuse"))')
-cmake -S custom_ops -B "$build" -G Ninja \
-  -DCMAKE_CXX_COMPILER="$cxx" -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS="-O1 -g -fno-omit-frame-pointer $flags" \
-  -DSKBUILD_PROJECT_VERSION="$version" -DPython_EXECUTABLE="$python" \
-  -Dpybind11_DIR="$("$python" -m pybind11 --cmakedir)" >/dev/null
-cmake --build "$build"
-rm -rf "$site"
-cmake --install "$build" --prefix "$site" >/dev/null
-
-# The package as it would be installed: our libraries, and links to the Python files.
-for path in kvfuse/*; do
-  [ "$(basename "$path")" = __pycache__ ] || ln -s "$PWD/$path" "$site/kvfuse/"
-done
-ln -s "$PWD/passes" "$site/kvfuse/passes"
-# Before an editable install, and before the source folder of the same name.
-cat >"$site/sitecustomize.py" <<'END'
-import os
-import sys
-from importlib.machinery import PathFinder
-
-
-class Sanitized:
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        if name.partition(".")[0] != "kvfuse":
-            return None
-        return PathFinder.find_spec(name, path or [os.path.dirname(__file__)], target)
-
-
-sys.meta_path.insert(0, Sanitized)
-END
+PYTHON=$python PATH="$(dirname "$python"):$PATH" tools/get_metal_cpp.sh
+. tools/variant.sh
+build_variant "$build" -DKVFUSE_FAKE_METAL=ON -DKVFUSE_CUDA=OFF -DCMAKE_CXX_COMPILER="$cxx" \
+  -DCMAKE_CXX_FLAGS="-O1 -g -fno-omit-frame-pointer $flags"
 
 # First without Python and onnxruntime: leaks of the library show, and so does what runs in a pool of threads.
 "$cxx" -std=c++17 -O1 -g -fno-omit-frame-pointer $flags -Icustom_ops/include tests/native/stress.cc \
   "$site/kvfuse/libkvfuse_ops.so" -Wl,-rpath,"$site/kvfuse" -pthread -o "$build/stress"
 TSAN_OPTIONS=halt_on_error=1 ASAN_OPTIONS=detect_leaks=1:detect_stack_use_after_return=1 \
   UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 setarch --addr-no-randomize "$build/stress"
+
+for scenario in $("$build/kvfuse_metal_test" --list); do
+  TSAN_OPTIONS=halt_on_error=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 setarch --addr-no-randomize \
+    "$build/kvfuse_metal_test" "$scenario"
+done
 
 # Python is not instrumented, so the runtimes come first; its own leaks are not looked for.
 preload=

@@ -17,6 +17,8 @@ function(kvfuse_translate target symbol output)
     VERBATIM)
 endfunction()
 
+include(device/metal/metal.cmake)
+
 if(CMAKE_SYSTEM_NAME STREQUAL "Linux")
   set(emulated_kernels "${CMAKE_CURRENT_BINARY_DIR}/emulated_kernels.cc")
   kvfuse_translate(emulated BuiltinProgram "${emulated_kernels}")
@@ -30,8 +32,15 @@ if(CMAKE_SYSTEM_NAME STREQUAL "Linux")
     COMPILE_OPTIONS "-fsigned-char;-Wno-unused-function;-Wno-unused-const-variable;-Wno-unknown-pragmas")
 endif()
 
-# CUDA, where nvcc is found. -DKVFUSE_CUDA=OFF leaves it out. The driver is looked for when the library runs.
-option(KVFUSE_CUDA "Build the cuda device when nvcc is found" ON)
+# CUDA, where nvcc and a driver are found; the kernels take minutes to compile, so not where they could not run.
+# KVFUSE_CUDA=ON in the environment builds them without a driver, OFF leaves them out.
+set(cuda_default OFF)
+if(DEFINED ENV{KVFUSE_CUDA})
+  set(cuda_default "$ENV{KVFUSE_CUDA}")
+elseif(EXISTS /dev/nvidiactl OR EXISTS /proc/driver/nvidia/version)
+  set(cuda_default ON)
+endif()
+option(KVFUSE_CUDA "Build the cuda device when nvcc is found" ${cuda_default})
 if(KVFUSE_CUDA)
   include(CheckLanguage)
   check_language(CUDA)

@@ -64,8 +64,7 @@ void DeviceTable::Sync(Device& device, const SlotRun& low, const SlotRun& exact,
   const SlotRun* runs[3] = {&low, &exact, &means};
   bool fits = buffer_ != nullptr;
   for (int i = 0; i < 3; ++i)
-    fits = fits && runs[i]->begin() >= sections_[i].base &&
-           runs[i]->end() <= sections_[i].base + sections_[i].capacity;
+    fits = fits && runs[i]->begin() >= sections_[i].base && runs[i]->end() <= sections_[i].base + sections_[i].capacity;
   if (!fits) {
     constexpr int64_t kRoom = 16;
     int64_t at = 0;
@@ -132,8 +131,8 @@ int64_t DeviceLayerCache::GrowthBytes(int64_t count) const {
   const LayerSpan::Chunk& chunk = after.chunk;
   int64_t bytes = 0;
   if (chunk.encode_from < chunk.encode_to) {
-    bytes += added(low_, chunk.encode_from / kPageTokens, CeilDiv(chunk.encode_to, kPageTokens)) *
-             memory_->low.slot_bytes();
+    bytes +=
+        added(low_, chunk.encode_from / kPageTokens, CeilDiv(chunk.encode_to, kPageTokens)) * memory_->low.slot_bytes();
     if (format_.centered())
       bytes += added(means_, chunk.encode_from / format_.block, CeilDiv(chunk.encode_to, format_.block)) *
                memory_->means.slot_bytes();

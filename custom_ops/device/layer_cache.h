@@ -110,12 +110,14 @@ class KVFUSE_EXPORT DeviceLayerCache final : public LayerCache {
   LayerSnapshot Snapshot(bool canonical = false) const override;
   void ReadRow(bool key, int head, int64_t position, float* out) const override;
 
+  // For benchmarks: seconds of this step's kernels, queued again and again; between Prepare and Commit.
+  double TimeStep(const StepArgs& args, int repeats);
   // For tests: the int32 dots [kv heads][tokens * heads per kv head][encoded][key groups] of queries with the tokens of
   // the low-bit store (no sliding window), as attention computes them. The cache stays as it is.
   std::vector<int32_t> IntegerScores(const Rows& query, int num_heads, int64_t sequence_length);
 
  private:
-  struct Launch;  // launch.cc
+  struct Launch;  // step.cc
 
   int64_t sink_floats(int64_t capacity) const {
     return capacity * format_.kv_num_heads * (layout_.key.pitch + layout_.value.pitch);
@@ -123,6 +125,8 @@ class KVFUSE_EXPORT DeviceLayerCache final : public LayerCache {
   int64_t sinks_held(int64_t length) const { return std::min(format_.n_sink, length); }
   void GrowSinks(int64_t tokens);
   void Run(const StepArgs& args);
+  void Plan(const StepArgs& args, Launch& launch);
+  void Queue(Launch& launch);
   kvfuse_abi::Cache CacheArgs() const;
   // The bytes of a low-bit page, of an exact page, of the sinks, of a mean; kept until the cache changes.
   const uint8_t* ReadPage(int64_t number) const;
@@ -136,7 +140,7 @@ class KVFUSE_EXPORT DeviceLayerCache final : public LayerCache {
   const DeviceLayout layout_;
   std::shared_ptr<DeviceMemory> memory_;
   LayerSpan span_;
-  SlotRun low_, exact_, means_;         // per kPageTokens tokens; per kExactPageTokens tokens; per block
+  SlotRun low_, exact_, means_;          // per kPageTokens tokens; per kExactPageTokens tokens; per block
   std::shared_ptr<DeviceBuffer> sinks_;  // shared with forks until it is written
   int64_t sink_capacity_ = 0;
   Rows chunk_key_, chunk_value_;

@@ -19,9 +19,7 @@ const uint8_t* DeviceLayerCache::Read(HostCopy& copy, const DevicePool& pool, co
   return copy.bytes.data();
 }
 
-const uint8_t* DeviceLayerCache::ReadPage(int64_t number) const {
-  return Read(read_page_, memory_->low, low_, number);
-}
+const uint8_t* DeviceLayerCache::ReadPage(int64_t number) const { return Read(read_page_, memory_->low, low_, number); }
 
 const float* DeviceLayerCache::ReadExact(int64_t number) const {
   return reinterpret_cast<const float*>(Read(read_exact_, memory_->exact, exact_, number));
@@ -176,8 +174,7 @@ DeviceLayerCache::DeviceLayerCache(DeviceContext& context, const LayerSnapshot& 
       for (int head = 0; head < format_.kv_num_heads; ++head) {
         const int64_t dim = key ? format_.key.dim : format_.value.dim;
         const float* from = (key ? s.sink_key : s.sink_value).data() + (head * n.sinks + j) * dim;
-        std::copy(from, from + dim,
-                  sinks.data() + layout_.SinkRow(format_.kv_num_heads, sink_capacity_, key, head, j));
+        std::copy(from, from + dim, sinks.data() + layout_.SinkRow(format_.kv_num_heads, sink_capacity_, key, head, j));
       }
   sinks_ = to.Allocate(static_cast<int64_t>(sinks.size()) * 4);
   to.Upload(*sinks_, 0, sinks.data(), static_cast<int64_t>(sinks.size()) * 4);

@@ -1,5 +1,6 @@
 // One step of a device's layer cache: what is uploaded, which kernels run over how many threadgroups.
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 
 #include "device/layer_cache.h"
@@ -69,7 +70,9 @@ struct Tiles {
 };
 
 Tiles CountTiles(const CacheFormat& format, const LayerSpan& span, int64_t first, int64_t last, bool causal) {
-  const auto from = [&](int64_t p) { return format.window_left < 0 ? 0 : std::max<int64_t>(0, p - format.window_left); };
+  const auto from = [&](int64_t p) {
+    return format.window_left < 0 ? 0 : std::max<int64_t>(0, p - format.window_left);
+  };
   const auto exact = [&](int64_t p) { return std::max(span.exact_begin, format.ExactFrom(p)); };
   const int64_t end = causal ? last + 1 : span.chunk.total, begin = from(first);
   Tiles tiles;
@@ -84,8 +87,8 @@ Tiles CountTiles(const CacheFormat& format, const LayerSpan& span, int64_t first
 int Splits(int64_t tiles, int simdgroups, int64_t others, int wanted, int most) {
   if (tiles == 0) return 0;
   const int64_t useful = CeilDiv(tiles, wanted > 0 ? 1 : simdgroups);
-  return static_cast<int>(std::clamp<int64_t>(wanted > 0 ? wanted : CeilDiv(kFullDevice, others), 1,
-                                              std::min<int64_t>(useful, most)));
+  return static_cast<int>(
+      std::clamp<int64_t>(wanted > 0 ? wanted : CeilDiv(kFullDevice, others), 1, std::min<int64_t>(useful, most)));
 }
 
 Division Divide(const CacheFormat& format, const DeviceLayout& layout, const Tiles& tiles, int num_heads,
@@ -117,13 +120,18 @@ void Pack(const Rows& rows, int64_t heads, int64_t tokens, const Side& side, boo
 
 }  // namespace
 
-// The host's copy of a step's staging buffer, and where its parts lie.
+// One step on its way: its arguments, and where its arrays lie in the two buffers of its workspace.
 struct DeviceLayerCache::Launch {
-  Places staged, scratched;
-  int64_t key = 0, value = 0, query = 0, padding = 0, bias = 0, head_sink = 0;  // bytes in staging
-  int64_t codes = 0, scales = 0, sums = 0, stats = 0, partials = 0, output = 0;  // bytes in scratch
-  DeviceWorkspace workspace;
   DeviceContext& context;
+  DeviceWorkspace workspace;
+  Places staged, scratched;
+  int64_t key = 0, value = 0, query = 0, padding = 0, bias = 0, head_sink = 0;   // bytes in staging
+  int64_t codes = 0, scales = 0, sums = 0, stats = 0, partials = 0, output = 0;  // bytes in scratch
+  int64_t tokens = 0, heads = 0, pass = 0;  // query tokens, their heads, and how many tokens attend at a time
+  Division division;
+  AppendArgs append{};
+  AttendArgs attend{};
+  MergeArgs merge{};
 
   explicit Launch(DeviceContext& owner) : context(owner) {}
   Launch(const Launch&) = delete;
@@ -136,9 +144,11 @@ struct DeviceLayerCache::Launch {
     context.device().Upload(*workspace.staging, 0, bytes.data(), static_cast<int64_t>(bytes.size()));
   }
   // `buffer`, or where nothing of it is read some other one.
-  const std::shared_ptr<DeviceBuffer>& Or(const std::shared_ptr<DeviceBuffer>& buffer) const {
-    return buffer != nullptr ? buffer : workspace.staging;
+  Dispatch::Argument Or(const std::shared_ptr<DeviceBuffer>& buffer) const {
+    return In(buffer != nullptr ? buffer : workspace.staging);
   }
+  Dispatch::Argument Up(int64_t offset) const { return In(workspace.staging, offset); }
+  Dispatch::Argument Scratch(int64_t offset) const { return In(workspace.scratch, offset); }
 };
 
 Cache DeviceLayerCache::CacheArgs() const {
@@ -169,11 +179,22 @@ std::vector<Phase> DeviceLayerCache::Step(const StepArgs& args) {
   return {{1, [this, args](size_t) { Run(args); }}};
 }
 
-void DeviceLayerCache::Run(const StepArgs& step) {
+// Divides the work, and uploads rows and masks.
+void DeviceLayerCache::Plan(const StepArgs& step, Launch& launch) {
   const LayerSpan::Chunk& chunk = span_.chunk;
   const int64_t tokens = step.sequence_length, heads = step.num_heads, rows = tokens * heads;
-  if (tokens == 0) return;
   const int64_t added = chunk.total - chunk.past;
+  launch.tokens = tokens;
+  launch.heads = heads;
+
+  const Tiles tiles = CountTiles(format_, span_, chunk.past, chunk.total - 1, step.causal);
+  const int splits = context_.options().splits;
+  Division division = Divide(format_, layout_, tiles, step.num_heads, tokens, splits);
+  const int64_t row_bytes = int64_t{division.splits()} * (layout_.value.pitch + 2) * 4;
+  const int64_t pass = std::clamp<int64_t>(kMaxScratch / std::max<int64_t>(1, row_bytes * heads), 1, tokens);
+  if (pass < tokens) division = Divide(format_, layout_, tiles, step.num_heads, pass, splits);
+  launch.division = division;
+  launch.pass = pass;
 
   // What of the masks the kernels read: padding only when something is padded, a broadcast bias as it is.
   const bool padded = step.padding != nullptr && std::memchr(step.padding, 0, chunk.total) != nullptr;
@@ -181,14 +202,6 @@ void DeviceLayerCache::Run(const StepArgs& step) {
   const int64_t bias_tokens = step.bias_query_stride == 0 ? 1 : tokens;
   const int64_t bias_keys = step.bias_key_stride == 0 ? 1 : chunk.total;
 
-  const Tiles tiles = CountTiles(format_, span_, chunk.past, chunk.total - 1, step.causal);
-  Division division =
-      Divide(format_, layout_, tiles, step.num_heads, tokens, context_.options().splits);
-  const int64_t row_bytes = int64_t{division.splits()} * (layout_.value.pitch + 2) * 4;
-  const int64_t pass = std::clamp<int64_t>(kMaxScratch / (row_bytes * heads), 1, tokens);  // tokens at a time
-  if (pass < tokens) division = Divide(format_, layout_, tiles, step.num_heads, pass, context_.options().splits);
-
-  Launch launch(context_);
   launch.key = launch.staged.Add(format_.kv_num_heads * added * layout_.key.pitch * 4);
   launch.value = launch.staged.Add(format_.kv_num_heads * added * layout_.value.pitch * 4);
   launch.query = launch.staged.Add(rows * layout_.key.pitch * 4);
@@ -218,9 +231,8 @@ void DeviceLayerCache::Run(const StepArgs& step) {
       }
   }
   launch.Stage(staging);
-  const std::shared_ptr<DeviceBuffer>&up = launch.workspace.staging, &scratch = launch.workspace.scratch;
 
-  AppendArgs append{};
+  AppendArgs& append = launch.append;
   append.cache = CacheArgs();
   append.query_tasks = format_.key.scaled() ? static_cast<int>(rows) : 0;
   if (chunk.encode_from < chunk.encode_to)
@@ -228,14 +240,13 @@ void DeviceLayerCache::Run(const StepArgs& step) {
         static_cast<int>(2 * format_.kv_num_heads * (CeilDiv(chunk.encode_to, 8) - chunk.encode_from / 8));
   append.store_tasks = static_cast<int>(2 * format_.kv_num_heads * (chunk.total - chunk.store_from));
   append.sink_to = static_cast<int>(sinks_held(chunk.total));
-  append.sink_tasks =
-      static_cast<int>(2 * format_.kv_num_heads * std::max<int64_t>(0, append.sink_to - chunk.past));
+  append.sink_tasks = static_cast<int>(2 * format_.kv_num_heads * std::max<int64_t>(0, append.sink_to - chunk.past));
   append.query_chunks = layout_.query_chunks;
   append.encode_from = static_cast<int>(chunk.encode_from);
   append.encode_to = static_cast<int>(chunk.encode_to);
   append.store_from = static_cast<int>(chunk.store_from);
 
-  AttendArgs attend{};
+  AttendArgs& attend = launch.attend;
   attend.cache = append.cache;
   attend.heads = step.num_heads;
   attend.low_splits = division.low_splits;
@@ -251,7 +262,7 @@ void DeviceLayerCache::Run(const StepArgs& step) {
   attend.scale = step.scale;
   attend.softcap = step.softcap;
 
-  MergeArgs merge{};
+  MergeArgs& merge = launch.merge;
   merge.dim = layout_.value.dim;
   merge.pitch = layout_.value.pitch;
   merge.heads = step.num_heads;
@@ -259,81 +270,89 @@ void DeviceLayerCache::Run(const StepArgs& step) {
   merge.exact_splits = division.exact_splits;
   merge.rotate = layout_.value.rotate;
   merge.sink = step.head_sink != nullptr;
+}
 
+// Queues the kernels. Call it with the memory's mutex held: a pool that another fork makes grow must not go between
+// these launches and their buffers.
+void DeviceLayerCache::Queue(Launch& launch) {
   Device& device = context_.device();
-  std::vector<float> output(rows * layout_.value.dim);
-  {
-    // A pool that another fork makes grow must not go between these launches and their buffers.
-    std::lock_guard<std::mutex> lock(memory_->mutex);
-    const std::shared_ptr<DeviceBuffer>&low = launch.Or(memory_->low.buffer()),
-                                       &exact = launch.Or(memory_->exact.buffer()),
-                                       &means = launch.Or(memory_->means.buffer()), &sinks = launch.Or(sinks_);
-    Dispatch dispatch;
-    dispatch.kernel = "append";
-    dispatch.arguments = {Value(append),           In(low),
-                          In(exact),               In(means),
-                          In(sinks),               table_.argument(),
-                          In(up, launch.key),      In(up, launch.value),
-                          In(up, launch.query),    In(scratch, launch.codes),
-                          In(scratch, launch.scales), In(scratch, launch.sums)};
-    const int64_t tasks =
-        int64_t{append.query_tasks} + append.encode_tasks + append.store_tasks + append.sink_tasks;
-    dispatch.groups[0] = static_cast<uint32_t>(tasks);
-    dispatch.threads = kSimd;
-    if (tasks > 0) device.Launch(dispatch);
+  const Division& division = launch.division;
+  const Dispatch::Argument low = launch.Or(memory_->low.buffer()), exact = launch.Or(memory_->exact.buffer()),
+                           means = launch.Or(memory_->means.buffer()), sinks = launch.Or(sinks_),
+                           table = table_.argument(), key = launch.Up(launch.key), value = launch.Up(launch.value),
+                           query = launch.Up(launch.query), codes = launch.Scratch(launch.codes),
+                           scales = launch.Scratch(launch.scales), sums = launch.Scratch(launch.sums),
+                           partials = launch.Scratch(launch.partials), stats = launch.Scratch(launch.stats);
 
-    for (int64_t first = 0; first < tokens; first += pass) {
-      const int64_t count = std::min(pass, tokens - first);
-      attend.first_token = static_cast<int>(first);
-      attend.tokens = static_cast<int>(count);
-      if (division.splits() > 0) {
-        dispatch = {};
-        dispatch.kernel = "attend";
-        dispatch.constants = {{kConstantVariant, context_.options().simd},
-                              {kConstantQueries, division.queries},
-                              {kConstantWide, division.wide}};
-        dispatch.arguments = {Value(attend),
-                              In(low),
-                              In(exact),
-                              In(means),
-                              In(sinks),
-                              table_.argument(),
-                              In(up, launch.key),
-                              In(up, launch.value),
-                              In(up, launch.query),
-                              In(scratch, launch.codes),
-                              In(scratch, launch.scales),
-                              In(scratch, launch.sums),
-                              In(up, launch.padding),
-                              In(up, launch.bias),
-                              In(scratch, launch.partials),
-                              In(scratch, launch.stats)};
-        dispatch.groups[0] = static_cast<uint32_t>(division.splits());
-        dispatch.groups[1] =
-            static_cast<uint32_t>(CeilDiv(count * (heads / format_.kv_num_heads), division.queries));
-        dispatch.groups[2] = static_cast<uint32_t>(format_.kv_num_heads * division.slices);
-        dispatch.threads = static_cast<uint32_t>(kSimd * division.simdgroups);
-        device.Launch(dispatch);
-      }
-      merge.rows = static_cast<int>(count * heads);
-      dispatch = {};
-      dispatch.kernel = "merge";
-      dispatch.arguments = {Value(merge), In(scratch, launch.partials), In(scratch, launch.stats),
-                            In(up, launch.head_sink), In(scratch, launch.output + first * heads * merge.dim * 4)};
-      dispatch.groups[0] = static_cast<uint32_t>(merge.rows);
-      // Threads beyond the channels share the splits, eight or more each.
-      const int64_t width = CeilDiv(merge.dim, kSimd) * kSimd;
-      dispatch.threads = static_cast<uint32_t>(
-          width > kMergeThreads
-              ? kMergeThreads / 2
-              : width * std::clamp<int64_t>(CeilDiv(division.splits(), 8), 1, kMergeThreads / width));
-      device.Launch(dispatch);
-    }
+  const AppendArgs& a = launch.append;
+  const int64_t tasks = int64_t{a.query_tasks} + a.encode_tasks + a.store_tasks + a.sink_tasks;
+  Dispatch append;
+  append.kernel = "append";
+  append.arguments = {Value(a), low, exact, means, sinks, table, key, value, query, codes, scales, sums};
+  append.groups[0] = static_cast<uint32_t>(tasks);
+  append.threads = kSimd;
+  if (tasks > 0) device.Launch(append);
+
+  for (int64_t first = 0; first < launch.tokens; first += launch.pass) {
+    const int64_t count = std::min(launch.pass, launch.tokens - first);
+    launch.attend.first_token = static_cast<int>(first);
+    launch.attend.tokens = static_cast<int>(count);
+    Dispatch attend;
+    attend.kernel = "attend";
+    attend.constants = {{kConstantVariant, context_.options().simd},
+                        {kConstantQueries, division.queries},
+                        {kConstantWide, division.wide}};
+    attend.arguments = {Value(launch.attend), low, exact, means, sinks, table, key, value, query, codes, scales, sums};
+    attend.arguments.insert(attend.arguments.end(),
+                            {launch.Up(launch.padding), launch.Up(launch.bias), partials, stats});
+    attend.groups[0] = static_cast<uint32_t>(division.splits());
+    attend.groups[1] = static_cast<uint32_t>(CeilDiv(count * (launch.heads / format_.kv_num_heads), division.queries));
+    attend.groups[2] = static_cast<uint32_t>(format_.kv_num_heads * division.slices);
+    attend.threads = static_cast<uint32_t>(kSimd * division.simdgroups);
+    if (division.splits() > 0) device.Launch(attend);
+
+    launch.merge.rows = static_cast<int>(count * launch.heads);
+    const int64_t dim = launch.merge.dim, width = CeilDiv(dim, kSimd) * kSimd;
+    Dispatch merge;
+    merge.kernel = "merge";
+    merge.arguments = {Value(launch.merge), partials, stats, launch.Up(launch.head_sink),
+                       launch.Scratch(launch.output + first * launch.heads * dim * 4)};
+    merge.groups[0] = static_cast<uint32_t>(launch.merge.rows);
+    // Threads beyond the channels share the splits, eight or more each.
+    merge.threads = static_cast<uint32_t>(
+        width > kMergeThreads ? kMergeThreads / 2
+                              : width * std::clamp<int64_t>(CeilDiv(division.splits(), 8), 1, kMergeThreads / width));
+    device.Launch(merge);
   }
-  device.Download(output.data(), *scratch, launch.output, static_cast<int64_t>(output.size()) * 4);
+}
+
+void DeviceLayerCache::Run(const StepArgs& step) {
+  if (step.sequence_length == 0) return;
+  Launch launch(context_);
+  Plan(step, launch);
+  {
+    std::lock_guard<std::mutex> lock(memory_->mutex);
+    Queue(launch);
+  }
+  const int64_t rows = launch.tokens * launch.heads, dim = format_.value.dim;
+  std::vector<float> output(rows * dim);
+  context_.device().Download(output.data(), *launch.workspace.scratch, launch.output, rows * dim * 4);
   for (int64_t row = 0; row < rows; ++row)
-    std::copy(output.begin() + row * merge.dim, output.begin() + (row + 1) * merge.dim,
-              step.output + row % heads * step.output_head_stride + row / heads * step.output_token_stride);
+    std::copy(
+        output.begin() + row * dim, output.begin() + (row + 1) * dim,
+        step.output + row % launch.heads * step.output_head_stride + row / launch.heads * step.output_token_stride);
+}
+
+double DeviceLayerCache::TimeStep(const StepArgs& step, int repeats) {
+  Launch launch(context_);
+  Plan(step, launch);
+  std::lock_guard<std::mutex> lock(memory_->mutex);
+  Queue(launch);  // loads the kernels
+  context_.device().Wait();
+  const auto begin = std::chrono::steady_clock::now();
+  for (int i = 0; i < repeats; ++i) Queue(launch);
+  context_.device().Wait();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() / repeats;
 }
 
 std::vector<int32_t> DeviceLayerCache::IntegerScores(const Rows& query, int num_heads, int64_t tokens) {
@@ -351,7 +370,6 @@ std::vector<int32_t> DeviceLayerCache::IntegerScores(const Rows& query, int num_
   std::vector<uint8_t> staging(launch.staged.size());
   Pack(query, num_heads, tokens, layout_.key, true, reinterpret_cast<float*>(staging.data() + launch.query));
   launch.Stage(staging);
-  const std::shared_ptr<DeviceBuffer>&up = launch.workspace.staging, &scratch = launch.workspace.scratch;
 
   AppendArgs append{};
   append.cache = CacheArgs();
@@ -368,21 +386,23 @@ std::vector<int32_t> DeviceLayerCache::IntegerScores(const Rows& query, int num_
   attend.cache.low_table = table_.offset(0);
   Dispatch dispatch;
   dispatch.kernel = "append";
-  dispatch.arguments = {Value(append), In(up), In(up), In(up), In(up), table_.argument(), In(up), In(up),
-                        In(up, launch.query), In(scratch, launch.codes), In(scratch, launch.scales),
-                        In(scratch, launch.sums)};
+  const Dispatch::Argument none = launch.Up(0), table = table_.argument(), codes = launch.Scratch(launch.codes),
+                           sums = launch.Scratch(launch.sums);
+  dispatch.arguments = {Value(append), none, none, none, none, table, none, none};
+  dispatch.arguments.insert(dispatch.arguments.end(),
+                            {launch.Up(launch.query), codes, launch.Scratch(launch.scales), sums});
   dispatch.groups[0] = static_cast<uint32_t>(rows);
   context_.device().Launch(dispatch);
   dispatch = {};
   dispatch.kernel = "scores";
   dispatch.constants = {{kConstantVariant, context_.options().simd}};
-  dispatch.arguments = {Value(attend), In(memory_->low.buffer()), table_.argument(), In(scratch, launch.codes),
-                        In(scratch, launch.sums), In(scratch, launch.output)};
+  dispatch.arguments = {Value(attend), In(memory_->low.buffer()), table, codes, sums, launch.Scratch(launch.output)};
   dispatch.groups[0] = static_cast<uint32_t>(CeilDiv(encoded, kPageTokens));
   dispatch.groups[1] = static_cast<uint32_t>(CeilDiv(tokens * (num_heads / format_.kv_num_heads), 2));
   dispatch.groups[2] = static_cast<uint32_t>(format_.kv_num_heads);
   context_.device().Launch(dispatch);
-  context_.device().Download(scores.data(), *scratch, launch.output, static_cast<int64_t>(scores.size()) * 4);
+  context_.device().Download(scores.data(), *launch.workspace.scratch, launch.output,
+                             static_cast<int64_t>(scores.size()) * 4);
   return scores;
 }
 

@@ -31,11 +31,11 @@ enum FunctionConstants {
 //   scales [groups][64 tokens] f32 when a row has one (group_size 0), else f16; `scales` bytes from the same beginning.
 struct Side {
   int dim, bits, group_size, full, rotate;
-  int groups;        // 0 for 16 bits
-  int chunks;        // key: 16-byte pieces of a token; value: quads of channels
-  int offset;        // of the codes
-  int scales;        // of the scales
-  int pitch;         // floats from one exact row to the next: dim rounded up to 8
+  int groups;  // 0 for 16 bits
+  int chunks;  // key: 16-byte pieces of a token; value: quads of channels
+  int offset;  // of the codes
+  int scales;  // of the scales
+  int pitch;   // floats from one exact row to the next: dim rounded up to 8
 };
 
 // Where the tokens of one layer of one sequence are; the same for every kernel of a step.
@@ -48,23 +48,23 @@ struct Side {
 struct Cache {
   Side key, value;
   int kv_heads;
-  int past, total;  // tokens before this chunk, and with it
-  int exact_begin;  // exact pages hold the tokens from here to past
-  int head_bytes;   // of a low-bit page
-  int exact_floats; // of an exact page
+  int past, total;   // tokens before this chunk, and with it
+  int exact_begin;   // exact pages hold the tokens from here to past
+  int head_bytes;    // of a low-bit page
+  int exact_floats;  // of an exact page
   int low_table, exact_table, mean_table;
   int block, n_recent, n_sink, window_left, exact_window, centered;
-  int sink_rows;    // that the buffer of sinks has room for
+  int sink_rows;  // that the buffer of sinks has room for
 };
 
 // `append`, one simdgroup a threadgroup: the tasks one after another, in this order.
 struct AppendArgs {
   Cache cache;
-  int query_tasks;    // rotate and quantize one query row each: [tokens][heads]
-  int encode_tasks;   // [key, value][kv heads][groups of 8 tokens]
-  int store_tasks;    // [key, value][kv heads][tokens from store_from to total]
-  int sink_tasks;     // [key, value][kv heads][tokens from past to sink_to]
-  int query_chunks;   // uint4 of one quantized query
+  int query_tasks;   // rotate and quantize one query row each: [tokens][heads]
+  int encode_tasks;  // [key, value][kv heads][groups of 8 tokens]
+  int store_tasks;   // [key, value][kv heads][tokens from store_from to total]
+  int sink_tasks;    // [key, value][kv heads][tokens from past to sink_to]
+  int query_chunks;  // uint4 of one quantized query
   int encode_from, encode_to, store_from, sink_to;
 };
 
@@ -75,7 +75,7 @@ enum AppendArgument {
   kAppendMeans,
   kAppendSinks,
   kAppendTable,
-  kAppendKey,    // the chunk: [kv heads][tokens][pitch] f32
+  kAppendKey,  // the chunk: [kv heads][tokens][pitch] f32
   kAppendValue,
   kAppendQuery,  // [tokens][heads][key pitch] f32
   kAppendQueryCodes,
@@ -87,7 +87,7 @@ enum AppendArgument {
 // rows, z = kv head and slice of value channels. Splits from `low_splits` on are for exact tokens.
 struct AttendArgs {
   Cache cache;
-  int heads, tokens;            // of the query: tokens [first_token, first_token + tokens)
+  int heads, tokens;  // of the query: tokens [first_token, first_token + tokens)
   int first_token;
   int low_splits, exact_splits;
   int query_chunks, slices;
@@ -127,13 +127,6 @@ struct MergeArgs {
 enum MergeArgument { kMergeArgs, kMergePartials, kMergeStats, kMergeHeadSink, kMergeOutput };
 
 // `scores`, for tests: the int32 dots of attend, [rows of one kv head][tokens][groups].
-enum ScoresArgument {
-  kScoresArgs,
-  kScoresPages,
-  kScoresTable,
-  kScoresQueryCodes,
-  kScoresQuerySums,
-  kScoresOutput
-};
+enum ScoresArgument { kScoresArgs, kScoresPages, kScoresTable, kScoresQueryCodes, kScoresQuerySums, kScoresOutput };
 
 }  // namespace kvfuse_abi

@@ -668,49 +668,60 @@ inline float weighted2(float2 weights, float2 values, float sum) {
 // Halves may be infinite or NaN, so a token that is not seen (weight -1) must not be multiplied.
 inline float weighted_seen(float weight, float value, float sum) { return weight < 0.0f ? sum : fma(weight, value, sum); }
 
+// Adds 16 bytes of values: the tokens that `weights` [N][stride] begins with, of four channels.
+template <int N, int kBits>
+inline void add_words(uint4 words, threadgroup const float* weights, int stride, thread float4 (&sums)[N]) {
+  if (kBits == 4) {
+    const float4 x0 = nibble_values(words.x), x1 = nibble_values(words.x >> 16);
+    const float4 y0 = nibble_values(words.y), y1 = nibble_values(words.y >> 16);
+    const float4 z0 = nibble_values(words.z), z1 = nibble_values(words.z >> 16);
+    const float4 w0 = nibble_values(words.w), w1 = nibble_values(words.w >> 16);
+    EACH_ROW(q) {
+      threadgroup const float4* weight = (threadgroup const float4*)(weights + q * stride);
+      const float4 a = weight[0], b = weight[1];
+      sums[q].x = weighted4(b, x1, weighted4(a, x0, sums[q].x));
+      sums[q].y = weighted4(b, y1, weighted4(a, y0, sums[q].y));
+      sums[q].z = weighted4(b, z1, weighted4(a, z0, sums[q].z));
+      sums[q].w = weighted4(b, w1, weighted4(a, w0, sums[q].w));
+    }
+  } else if (kBits == 8) {
+    const float2 x0 = byte_values(words.x), x1 = byte_values(words.x >> 16);
+    const float2 y0 = byte_values(words.y), y1 = byte_values(words.y >> 16);
+    const float2 z0 = byte_values(words.z), z1 = byte_values(words.z >> 16);
+    const float2 w0 = byte_values(words.w), w1 = byte_values(words.w >> 16);
+    EACH_ROW(q) {
+      threadgroup const float2* weight = (threadgroup const float2*)(weights + q * stride);
+      const float2 a = weight[0], b = weight[1];
+      sums[q].x = weighted2(b, x1, weighted2(a, x0, sums[q].x));
+      sums[q].y = weighted2(b, y1, weighted2(a, y0, sums[q].y));
+      sums[q].z = weighted2(b, z1, weighted2(a, z0, sums[q].z));
+      sums[q].w = weighted2(b, w1, weighted2(a, w0, sums[q].w));
+    }
+  } else {
+    const half2 x = as_type<half2>(words.x), y = as_type<half2>(words.y);
+    const half2 z = as_type<half2>(words.z), w = as_type<half2>(words.w);
+    EACH_ROW(q) {
+      const float a = weights[q * stride], b = weights[q * stride + 1];
+      sums[q].x = weighted_seen(b, float(x.y), weighted_seen(a, float(x.x), sums[q].x));
+      sums[q].y = weighted_seen(b, float(y.y), weighted_seen(a, float(y.x), sums[q].y));
+      sums[q].z = weighted_seen(b, float(z.y), weighted_seen(a, float(z.x), sums[q].z));
+      sums[q].w = weighted_seen(b, float(w.y), weighted_seen(a, float(w.x), sums[q].w));
+    }
+  }
+}
+
 // Adds a page's values of one quad of channels under the weights [N][stride] of its 64 tokens.
 template <int N, int kBits>
 inline void add_values(device const uint4* codes, thread const ValueLanes& lanes, int quad,
                        threadgroup const float* weights, int stride, thread float4 (&sums)[N]) {
   const int steps = kTile * kBits / 32;
-  for (int step = lanes.part; step < steps; step += lanes.parts) {
-    const uint4 words = codes[step * lanes.quads + quad];
-    if (kBits == 4) {
-      const float4 x0 = nibble_values(words.x), x1 = nibble_values(words.x >> 16);
-      const float4 y0 = nibble_values(words.y), y1 = nibble_values(words.y >> 16);
-      const float4 z0 = nibble_values(words.z), z1 = nibble_values(words.z >> 16);
-      const float4 w0 = nibble_values(words.w), w1 = nibble_values(words.w >> 16);
-      EACH_ROW(q) {
-        threadgroup const float4* weight = (threadgroup const float4*)(weights + q * stride + 8 * step);
-        const float4 a = weight[0], b = weight[1];
-        sums[q].x = weighted4(b, x1, weighted4(a, x0, sums[q].x));
-        sums[q].y = weighted4(b, y1, weighted4(a, y0, sums[q].y));
-        sums[q].z = weighted4(b, z1, weighted4(a, z0, sums[q].z));
-        sums[q].w = weighted4(b, w1, weighted4(a, w0, sums[q].w));
-      }
-    } else if (kBits == 8) {
-      const float2 x0 = byte_values(words.x), x1 = byte_values(words.x >> 16);
-      const float2 y0 = byte_values(words.y), y1 = byte_values(words.y >> 16);
-      const float2 z0 = byte_values(words.z), z1 = byte_values(words.z >> 16);
-      const float2 w0 = byte_values(words.w), w1 = byte_values(words.w >> 16);
-      EACH_ROW(q) {
-        threadgroup const float2* weight = (threadgroup const float2*)(weights + q * stride + 4 * step);
-        const float2 a = weight[0], b = weight[1];
-        sums[q].x = weighted2(b, x1, weighted2(a, x0, sums[q].x));
-        sums[q].y = weighted2(b, y1, weighted2(a, y0, sums[q].y));
-        sums[q].z = weighted2(b, z1, weighted2(a, z0, sums[q].z));
-        sums[q].w = weighted2(b, w1, weighted2(a, w0, sums[q].w));
-      }
-    } else {
-      const half2 x = as_type<half2>(words.x), y = as_type<half2>(words.y);
-      const half2 z = as_type<half2>(words.z), w = as_type<half2>(words.w);
-      EACH_ROW(q) {
-        const float a = weights[q * stride + 2 * step], b = weights[q * stride + 2 * step + 1];
-        sums[q].x = weighted_seen(b, float(x.y), weighted_seen(a, float(x.x), sums[q].x));
-        sums[q].y = weighted_seen(b, float(y.y), weighted_seen(a, float(y.x), sums[q].y));
-        sums[q].z = weighted_seen(b, float(z.y), weighted_seen(a, float(z.x), sums[q].z));
-        sums[q].w = weighted_seen(b, float(w.y), weighted_seen(a, float(w.x), sums[q].w));
-      }
+  for (int first = lanes.part; first < steps; first += 4 * lanes.parts) {
+    uint4 words[4];
+    UNROLLED for (int i = 0; i < 4; ++i)
+      words[i] = codes[min(first + i * lanes.parts, steps - 1) * lanes.quads + quad];
+    UNROLLED for (int i = 0; i < 4; ++i) {
+      const int at = first + i * lanes.parts;
+      if (at < steps) add_words<N, kBits>(words[i], weights + at * (32 / kBits), stride, sums);
     }
   }
 }
@@ -1109,9 +1120,8 @@ inline void attend_rows(constant AttendArgs& args, device const uchar* pages, de
     float low_sum = 0.0f, exact_sum = 0.0f;
     if (channel < args.dim)
       for (int s = part; s < splits; s += parts) {
-        const float factor = factors[s];
-        if (factor == 0.0f) continue;
-        const float x = factor * partials[(long(s) * args.rows + row) * args.pitch + channel];
+        // A split that sees nothing has sums of 0.
+        const float x = factors[s] * partials[(long(s) * args.rows + row) * args.pitch + channel];
         if (s < args.low_splits)
           low_sum += x;
         else

@@ -47,9 +47,7 @@ void CheckShape(const char* name, const Floats& array, std::vector<py::ssize_t> 
     kvfuse::Fail("[layer cache] expected ", name, " of the other arguments' shape; found another");
 }
 
-kvfuse::Rows RowsOf(const Floats& array) {
-  return {array.data(), array.shape(1) * array.shape(2), array.shape(2)};
-}
+kvfuse::Rows RowsOf(const Floats& array) { return {array.data(), array.shape(1) * array.shape(2), array.shape(2)}; }
 
 // Output [H, S, V] of query [H, S, D] with new key [K, S, D] and value [K, S, V]; padding [total], bias [H, S, total].
 py::array_t<float> Step(PyLayerCache& self, const Floats& query, const Floats& key, const Floats& value, float scale,
@@ -97,6 +95,29 @@ py::array_t<float> Step(PyLayerCache& self, const Floats& query, const Floats& k
   return output;
 }
 
+// Seconds of the kernels of one causal decode step without masks, repeated on the device; nothing is appended.
+double TimeStep(PyLayerCache& self, const Floats& query, const Floats& key, const Floats& value, float scale,
+                int repeats) {
+  auto* cache = dynamic_cast<kvfuse::DeviceLayerCache*>(self.cache.get());
+  if (cache == nullptr) kvfuse::Fail("[time step] expected a layer cache on a device; found one on the CPU");
+  const kvfuse::CacheFormat& format = cache->format();
+  if (query.ndim() != 3 || repeats < 1) kvfuse::Fail("[time step] expected a query of 3 dimensions and repeats");
+  const py::ssize_t heads = query.shape(0), tokens = query.shape(1);
+  CheckShape("query", query, {heads, tokens, format.key.dim});
+  CheckShape("key", key, {format.kv_num_heads, tokens, format.key.dim});
+  CheckShape("value", value, {format.kv_num_heads, tokens, format.value.dim});
+  kvfuse::StepArgs args;
+  args.query = RowsOf(query);
+  args.num_heads = static_cast<int>(heads);
+  args.sequence_length = tokens;
+  args.scale = scale;
+  args.causal = true;
+  py::gil_scoped_release release;
+  std::lock_guard<std::mutex> lock(cache->mutex);
+  cache->Prepare(cache->length(), tokens, RowsOf(key), RowsOf(value));
+  return cache->TimeStep(args, repeats);
+}
+
 py::array_t<float> ReadRows(const PyLayerCache& self, bool key) {
   const kvfuse::CacheFormat& format = self.cache->format();
   const py::ssize_t dim = key ? format.key.dim : format.value.dim, length = self.cache->length();
@@ -133,16 +154,21 @@ void AddDeviceCaches(py::module_& module) {
            py::arg("causal") = true, py::arg("softcap") = 0.0f, py::arg("padding") = py::none(),
            py::arg("bias") = py::none(), py::arg("head_sink") = py::none(), py::arg("commit") = true,
            py::arg("settle") = true)
+      .def("time_step", &TimeStep, py::arg("query"), py::arg("key"), py::arg("value"), py::kw_only(), py::arg("scale"),
+           py::arg("repeats"))
       .def("fork", [](const PyLayerCache& self) { return PyLayerCache{self.cache->Fork()}; })
       .def("truncate", [](PyLayerCache& self, int64_t length) { self.cache->Truncate(length); })
       .def("settle", [](PyLayerCache& self) { self.cache->Settle(); })
-      .def("snapshot", [](const PyLayerCache& self, bool canonical) { return SnapshotDict(self.cache->Snapshot(canonical)); },
-           py::arg("canonical") = false)
-      .def("moved_to",
-           [](const PyLayerCache& self, const std::string& device, bool simd, int splits) {
-             return PyLayerCache{DeviceNamed(device, simd, splits).Adopt(self.cache->Snapshot())};
-           },
-           py::arg("device"), py::arg("simd") = true, py::arg("splits") = 0)
+      .def(
+          "snapshot",
+          [](const PyLayerCache& self, bool canonical) { return SnapshotDict(self.cache->Snapshot(canonical)); },
+          py::arg("canonical") = false)
+      .def(
+          "moved_to",
+          [](const PyLayerCache& self, const std::string& device, bool simd, int splits) {
+            return PyLayerCache{DeviceNamed(device, simd, splits).Adopt(self.cache->Snapshot())};
+          },
+          py::arg("device"), py::arg("simd") = true, py::arg("splits") = 0)
       .def("read", &ReadRows, py::arg("key"))
       .def("integer_scores", &IntegerScores, py::arg("query"))
       .def("growth_nbytes", [](const PyLayerCache& self, int64_t count) { return self.cache->GrowthBytes(count); })

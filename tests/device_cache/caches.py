@@ -1,7 +1,8 @@
-"""Layer caches on the CPU and on the emulated device, fed the same tokens; K kv heads, H heads, T tokens."""
+"""Layer caches on the CPU and on a device, fed the same tokens; K kv heads, H heads, T tokens."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -12,15 +13,21 @@ from reference import OpConfig, attend_row, canonical_state
 from kvfuse import _native
 
 Array = NDArray[Any]
-_FORMAT = (
-    "key_bits value_bits group_size codes rotation n_recent block n_sink window_left key_center".split()
-)
+# KVFUSE_TEST_DEVICE names another one.
+DEVICE = os.environ.get("KVFUSE_TEST_DEVICE", "emulated")
+_FORMAT = "key_bits value_bits group_size codes rotation n_recent block n_sink window_left key_center".split()
 
 
-def make(config: OpConfig, tokens: Tokens, device: str = "emulated", **options: Any) -> _native.LayerCache:
+def make(config: OpConfig, tokens: Tokens, device: str = DEVICE, **options: Any) -> _native.LayerCache:
     """An empty cache for such tokens."""
-    sizes = {"kv_num_heads": tokens.key.shape[0], "head_dim": tokens.key.shape[2], "value_dim": tokens.value.shape[2]}
-    return _native.LayerCache(device=device, **sizes, **{name: getattr(config, name) for name in _FORMAT}, **options)
+    sizes = {
+        "kv_num_heads": tokens.key.shape[0],
+        "head_dim": tokens.key.shape[2],
+        "value_dim": tokens.value.shape[2],
+    }
+    return _native.LayerCache(
+        device=device, **sizes, **{name: getattr(config, name) for name in _FORMAT}, **options
+    )
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,13 @@ class Tokens:
 
 
 def random_tokens(
-    seed: int, count: int, *, heads: int = 4, kv_heads: int = 2, head_dim: int = 32, value_dim: int | None = None
+    seed: int,
+    count: int,
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 32,
+    value_dim: int | None = None,
 ) -> Tokens:
     """Unit normal tokens."""
     rng = np.random.default_rng(seed)
@@ -58,7 +71,13 @@ def step(cache: _native.LayerCache, config: OpConfig, tokens: Tokens, **options:
     """Appends the tokens and attends: the output [H, T, V]."""
     scale = float(np.float32(1 / np.sqrt(tokens.key.shape[2])) if config.scale is None else config.scale)
     result: Array = cache.step(
-        tokens.query, tokens.key, tokens.value, scale=scale, causal=bool(config.causal), softcap=config.softcap, **options
+        tokens.query,
+        tokens.key,
+        tokens.value,
+        scale=scale,
+        causal=bool(config.causal),
+        softcap=config.softcap,
+        **options,
     )
     return result
 
@@ -113,6 +132,9 @@ def assert_canonical(found: dict[str, Any], config: OpConfig, tokens: Tokens) ->
     if config.centred:
         expected["key_means"] = expected["key_means"][:, begin // config.block :]
     exact_begin = found["exact_begin"]
-    expected["exact_key"], expected["exact_value"] = tokens.key[:, exact_begin:], tokens.value[:, exact_begin:]
+    expected["exact_key"], expected["exact_value"] = (
+        tokens.key[:, exact_begin:],
+        tokens.value[:, exact_begin:],
+    )
     expected |= {"begin": begin, "exact_begin": exact_begin}
     assert_same(found, expected)

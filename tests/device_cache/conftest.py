@@ -3,4 +3,8 @@
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "kernels")]
+sys.path[:0] = [
+    str(Path(__file__).parent),
+    str(Path(__file__).parents[1]),
+    str(Path(__file__).parents[1] / "kernels"),
+]

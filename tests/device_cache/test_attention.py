@@ -46,7 +46,9 @@ def test_groups_of_heads(heads: int) -> None:
     check_chunks(OpConfig(n_recent=7, n_sink=1), tokens, [77, 1, 2])
 
 
-@pytest.mark.parametrize(("head_dim", "value_dim"), [(1, 3), (7, 12), (24, 20), (80, 96), (128, 256), (96, 300), (576, 40)])
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim"), [(1, 3), (7, 12), (24, 20), (80, 96), (128, 256), (96, 300), (576, 40)]
+)
 @pytest.mark.parametrize("group_size", [0, 32, 64])
 def test_head_sizes(head_dim: int, value_dim: int, group_size: int) -> None:
     tokens = random_tokens(head_dim, 70, heads=2, kv_heads=1, head_dim=head_dim, value_dim=value_dim)
@@ -54,9 +56,13 @@ def test_head_sizes(head_dim: int, value_dim: int, group_size: int) -> None:
 
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 7])
-@pytest.mark.parametrize("config", [OpConfig(), OpConfig(n_recent=1000), replace(PRESET, n_recent=0)], ids=str)
+@pytest.mark.parametrize(
+    "config", [OpConfig(), OpConfig(n_recent=1000), replace(PRESET, n_recent=0)], ids=str
+)
 def test_splits_merge(config: OpConfig, splits: int) -> None:
-    check_chunks(config, random_tokens(splits, 333, heads=3, kv_heads=1, head_dim=16), [331, 1, 1], splits=splits)
+    check_chunks(
+        config, random_tokens(splits, 333, heads=3, kv_heads=1, head_dim=16), [331, 1, 1], splits=splits
+    )
 
 
 @pytest.mark.parametrize("causal", [0, 1])
@@ -98,7 +104,9 @@ def test_all_padded_gives_zeros() -> None:
         np.testing.assert_array_equal(found, np.zeros_like(found))
 
 
-@pytest.mark.parametrize("config", [OpConfig(), OpConfig(n_recent=8, n_sink=2), OpConfig(value_bits=16, key_bits=16)], ids=str)
+@pytest.mark.parametrize(
+    "config", [OpConfig(), OpConfig(n_recent=8, n_sink=2), OpConfig(value_bits=16, key_bits=16)], ids=str
+)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_token_that_is_not_finite_poisons_only_who_sees_it(config: OpConfig, bad: float) -> None:
     tokens = random_tokens(5, 90, heads=2, kv_heads=2, head_dim=16)
@@ -108,7 +116,9 @@ def test_a_token_that_is_not_finite_poisons_only_who_sees_it(config: OpConfig, b
     found = step(cache, config, tokens)
     with np.errstate(all="ignore"):
         expected = model(config, tokens, 90)
-    np.testing.assert_array_equal(np.isnan(found), np.isnan(expected) | ~np.isfinite(expected) & np.isnan(found))
+    np.testing.assert_array_equal(
+        np.isnan(found), np.isnan(expected) | ~np.isfinite(expected) & np.isnan(found)
+    )
     fine = np.isfinite(expected)
     assert_close(np.where(fine, found, 0), np.where(fine, expected, 0))
     assert fine[0, :40].all()
@@ -124,14 +134,18 @@ def test_chunks_agree_with_the_whole() -> None:
     tokens = random_tokens(7, 260, heads=2, kv_heads=1, head_dim=32)
     whole = feed(make(config, tokens), config, tokens, [260])
     for chunks in ([128, 132], [1, 3, 100, 1, 155], [64, 64, 64, 64, 4]):
-        np.testing.assert_allclose(feed(make(config, tokens), config, tokens, chunks), whole, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(
+            feed(make(config, tokens), config, tokens, chunks), whole, rtol=0, atol=1e-5
+        )
 
 
 def test_variants_agree_to_the_bit() -> None:
     """They differ in nothing but how the integer dot is made."""
     for config in (OpConfig(), OpConfig(key_bits=8), PRESET):
         tokens = random_tokens(8, 140, head_dim=64)
-        scalar, simd = (feed(make(config, tokens, simd=simd), config, tokens, [138, 1, 1]) for simd in (False, True))
+        scalar, simd = (
+            feed(make(config, tokens, simd=simd), config, tokens, [138, 1, 1]) for simd in (False, True)
+        )
         np.testing.assert_array_equal(scalar, simd)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from caches import Tokens, assert_canonical, assert_close, assert_same, feed, make, model, random_tokens, step
+from caches import DEVICE, Tokens, assert_canonical, assert_close, assert_same, feed, make, model, random_tokens, step
 from reference import OpConfig
 
 from kvfuse import _native
@@ -76,7 +76,7 @@ def test_random_histories(config: OpConfig, seed: int) -> None:
         elif action == "fork":
             pairs.append(pair.fork())
         else:
-            pair.device = pair.device.moved_to("cpu").moved_to("emulated")
+            pair.device = pair.device.moved_to("cpu").moved_to(DEVICE)
             pair.cpu = pair.cpu.moved_to("cpu")
         for each in pairs:
             each.check()
@@ -108,7 +108,9 @@ def test_forks_share_pages_until_one_writes() -> None:
     feed(cache, config, tokens, [tokens.count])
     forks = [cache.fork() for _ in range(20)]
     one = random_tokens(5, 1, heads=1, kv_heads=1, head_dim=32)
-    for fork in forks:  # each takes a page of its own for the last, half-filled one: the pool grows under the others
+    for (
+        fork
+    ) in forks:  # each takes a page of its own for the last, half-filled one: the pool grows under the others
         step(fork, config, one)
     assert_canonical(cache.snapshot(), config, tokens)
     for fork in forks:
@@ -145,7 +147,7 @@ def test_moving_between_devices_goes_on(config: OpConfig) -> None:
     expected = feed(whole, config, tokens, [100, 20])[:, 100:]
     first = make(config, tokens, "cpu")
     feed(first, config, tokens, [100])
-    moved = first.moved_to("emulated")
+    moved = first.moved_to(DEVICE)
     np.testing.assert_allclose(step(moved, config, tokens.part(100, 120)), expected, rtol=0, atol=1e-5)
     assert_same(moved.snapshot(True), whole.snapshot(True))
     assert_same(moved.moved_to("cpu").snapshot(True), whole.snapshot(True))
