@@ -13,7 +13,7 @@ using namespace kvfuse_abi;
 
 // Threadgroups that fill the largest GPU at hand at once: 132 multiprocessors, each with as many of 128 threads as the
 // registers of so many query rows let in. Smaller GPUs take them in turns.
-int64_t FullDevice(int queries) { return 132 * (queries <= 2 ? 4 : queries == 4 ? 3 : 2); }
+int64_t FullDevice(int queries) { return 132 * (queries <= 4 ? 4 : 2); }
 
 constexpr int64_t kMaxScratch = int64_t{1} << 28;  // bytes; a longer prompt attends in several passes
 constexpr int kMaxInt = 0x3fffffff;
