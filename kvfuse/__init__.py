@@ -11,16 +11,19 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvfuse.errors import (
+        DeviceError,
         KVFuseError,
         LibraryError,
         ModelError,
         OptionError,
+        PrecisionWarning,
         RefusedError,
         SequenceError,
     )
     from kvfuse.graph_diff import diff
     from kvfuse.library import library_path, register
     from kvfuse.pipeline import inspect, rewrite
+    from kvfuse.provider import DeviceInfo, devices
     from kvfuse.report import RewriteReport
     from kvfuse.restore import unfuse
     from kvfuse.sequence import KvSequence, memory_in_use, reorder, set_memory_limit
@@ -30,15 +33,19 @@ if TYPE_CHECKING:
 
 # public name -> the module that defines it
 _HOMES = {
+    "DeviceError": "kvfuse.errors",
+    "DeviceInfo": "kvfuse.provider",
     "InferenceSession": "kvfuse.session",
     "KVFuseError": "kvfuse.errors",
     "KvSequence": "kvfuse.sequence",
     "LibraryError": "kvfuse.errors",
     "ModelError": "kvfuse.errors",
     "OptionError": "kvfuse.errors",
+    "PrecisionWarning": "kvfuse.errors",
     "RefusedError": "kvfuse.errors",
     "RewriteReport": "kvfuse.report",
     "SequenceError": "kvfuse.errors",
+    "devices": "kvfuse.provider",
     "diff": "kvfuse.graph_diff",
     "inspect": "kvfuse.pipeline",
     "library_path": "kvfuse.library",
@@ -51,16 +58,20 @@ _HOMES = {
 }
 
 __all__ = [
+    "DeviceError",
+    "DeviceInfo",
     "InferenceSession",
     "KVFuseError",
     "KvSequence",
     "LibraryError",
     "ModelError",
     "OptionError",
+    "PrecisionWarning",
     "RefusedError",
     "RewriteReport",
     "SequenceError",
     "__version__",
+    "devices",
     "diff",
     "inspect",
     "library_path",

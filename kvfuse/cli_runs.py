@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 TokenizerPath = Annotated[
     Path | None, typer.Option("--tokenizer", help="A tokenizer.json; by default the one beside the model.")
 ]
+DeviceName = Annotated[
+    str | None,
+    typer.Option("--device", help="Where the caches live: cpu (the default), metal, cuda or emulated."),
+]
 
 
 @app.command(epilog=EPILOG)
@@ -31,6 +35,7 @@ def verify(
     max_error: Annotated[float | None, typer.Option(help="Largest allowed logit error.")] = None,
     max_mean_kl: Annotated[float | None, typer.Option(help="Largest allowed mean KL, in nats.")] = None,
     min_top1: Annotated[float | None, typer.Option(help="Smallest allowed top-1 agreement, 0 to 1.")] = None,
+    device: DeviceName = None,
     as_json: AsJson = False,
 ) -> None:
     """Run the same tokens through a model before and after rewriting and compare the logits.
@@ -54,6 +59,7 @@ def verify(
             tokens=tokens,
             seed=seed,
             limits=Limits(max_error, max_mean_kl, min_top1),
+            device=device,
             progress=progress.update,
         )
     show(result, as_json)
@@ -72,6 +78,7 @@ def generate(
     token_ids: Annotated[
         bool, typer.Option("--token-ids", help="PROMPT is token ids, such as '1 2 3'; no tokenizer is used.")
     ] = False,
+    device: DeviceName = None,
     as_json: AsJson = False,
 ) -> None:
     """Continue a prompt, token by token."""
@@ -81,7 +88,7 @@ def generate(
     loaded = None if token_ids else find_tokenizer(model, tokenizer)
     ids = _parse_ids(prompt) if loaded is None else loaded.encode(prompt)
     eos_ids = find_eos_ids(model, loaded)
-    run = Generation(open_decoder(model), ids, max_new_tokens, temperature, seed, eos_ids)
+    run = Generation(open_decoder(model, device=device), ids, max_new_tokens, temperature, seed, eos_ids)
     if as_json:
         made = list(run)
         show_json(_generation_dict(run, None if loaded is None else loaded.decode(made)))
@@ -90,11 +97,16 @@ def generate(
 
 
 @app.command(epilog=EPILOG)
-def doctor(as_json: AsJson = False) -> None:
+def doctor(
+    selftest: Annotated[
+        bool, typer.Option("--selftest", help="Run the kernels of every device; print one line for each.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
     """Check this installation: versions, the compiled library, its kernels, and a self-test against NumPy."""
-    from kvfuse.doctor import diagnose
+    from kvfuse.doctor import diagnose, diagnose_devices
 
-    diagnosis = diagnose()
+    diagnosis = diagnose_devices() if selftest else diagnose()
     show(diagnosis, as_json)
     if diagnosis.problems:
         raise typer.Exit(FAILED)

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvfuse.errors import LibraryError
 from kvfuse.library import library_path, native
+from kvfuse.provider import devices
 
 _PACKAGES = ("kvfuse", "onnxruntime", "onnx", "onnx-ir", "onnxscript", "numpy", "tokenizers")
 
@@ -24,6 +25,7 @@ class Diagnosis:
     ort_api: int | None = None
     kernel: str | None = None
     kernels: list[dict[str, str | bool]] = field(default_factory=list)
+    devices: list[dict[str, str | bool | None]] = field(default_factory=list)
     selftest: list[dict[str, Any]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -48,6 +50,9 @@ class Diagnosis:
             chosen = "in use" if kernel["name"] == self.kernel else "available"
             state = chosen if kernel["available"] else f"not available: {escape(str(kernel['reason']))}"
             facts.add_row(f"kernel {kernel['name']}", state)
+        for device in self.devices:
+            state = "available" if device["usable"] else f"not available: {escape(str(device['reason']))}"
+            facts.add_row(f"device {device['name']}", state)
         for case in self.selftest:
             verdict = "passed" if case["passed"] else "FAILED"
             error, tolerance = f"{case['max_abs_error']:.2g}", f"{case['tolerance']:.0e}"
@@ -76,8 +81,55 @@ def diagnose() -> Diagnosis:
     except ValueError as error:  # KVFUSE_KERNEL names none that runs here
         found.problems.append(str(error))
         return found
+    found.devices = [vars(device) for device in devices()]
     _selftest(found)
     found.ort_api = module.ort_api_version() or None  # known once a session has loaded the library
+    return found
+
+
+@dataclass
+class DeviceDiagnosis:
+    """Whether the kernels of each device compute right; healthy when `problems` is empty."""
+
+    devices: list[dict[str, str | bool | None]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns what `kvfuse doctor --selftest --json` prints."""
+        return vars(self) | {"healthy": not self.problems}
+
+    def render(self, console: Any) -> None:
+        """Prints one line per device on a `rich.console.Console`."""
+        for device in self.devices:
+            verdict = "ok" if device["passed"] else f"FAILED: {device['reason']}"
+            if not device["usable"]:
+                verdict = f"not available: {device['reason']}"
+            console.print(f"{device['name']}: {verdict}", markup=False, highlight=False, soft_wrap=True)
+        for problem in self.problems[sum(device["passed"] is False for device in self.devices) :]:
+            console.print(f"problem: {problem}", style="red", markup=False, highlight=False)
+
+
+def diagnose_devices() -> DeviceDiagnosis:
+    """Runs the self-test on every usable device; what is wrong goes into `problems`, nothing is raised."""
+    found = DeviceDiagnosis()
+    try:
+        known = devices()
+    except LibraryError as error:
+        found.problems.append(str(error))
+        return found
+    from kvfuse.device_selftest import check_device
+
+    for device in known:
+        verdict: dict[str, str | bool | None] = vars(device) | {"passed": None}
+        if device.usable:
+            try:
+                reason = check_device(device.name)
+            except Exception as error:  # a diagnosis reports whatever broke
+                reason = f"could not run: {str(error).strip()}"
+            verdict |= {"passed": reason is None, "reason": reason}
+            if reason is not None:
+                found.problems.append(f"[self-test, {device.name}] {reason}")
+        found.devices.append(verdict)
     return found
 
 

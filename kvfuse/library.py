@@ -77,8 +77,12 @@ def register(session_options: onnxruntime.SessionOptions) -> None:
     registration_lock(session_options)
 
 
-def registration_lock(session_options: onnxruntime.SessionOptions) -> threading.Lock:
+def registration_lock(session_options: onnxruntime.SessionOptions, provided: bool = False) -> threading.Lock:
     """Registers the ops with `session_options` once and returns the lock that guards the object's entries.
+
+    Args:
+        session_options: onnxruntime's.
+        provided: the options have kvfuse's execution provider, which brings the ops.
 
     Raises:
         LibraryError: the library was not built, or onnxruntime does not accept it.
@@ -88,7 +92,8 @@ def registration_lock(session_options: onnxruntime.SessionOptions) -> threading.
         if lock is None:
             path = library_path()
             try:
-                session_options.register_custom_ops_library(path)
+                if not provided:
+                    session_options.register_custom_ops_library(path)
             except Exception as error:  # onnxruntime's exceptions have no common base
                 raise LibraryError(
                     f"[library] expected onnxruntime to load {path}; found: {error}"

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import re
 import uuid
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import onnxruntime
 
-from kvfuse.errors import LibraryError, ModelError, SequenceError
+from kvfuse.errors import LibraryError, ModelError, OptionError, PrecisionWarning, SequenceError
 from kvfuse.library import library_path, native, registration_lock
+from kvfuse.provider import add_device
 from kvfuse.sequence import SequenceView
 
 if TYPE_CHECKING:
@@ -32,8 +34,11 @@ _KERNEL_ERROR = re.compile(
 
 
 @contextlib.contextmanager
-def kernel_errors() -> Iterator[None]:
-    """Raises SequenceError for what a kvfuse kernel refused; lets every other error pass untouched."""
+def kernel_errors(token: str | None = None) -> Iterator[None]:
+    """Raises SequenceError for what a kvfuse kernel refused; lets every other error pass untouched.
+
+    What the guards of the session with that token found is passed on as PrecisionWarning.
+    """
     try:
         yield
     except Exception as error:  # onnxruntime's exceptions have no common base
@@ -41,6 +46,8 @@ def kernel_errors() -> Iterator[None]:
         if found is None:
             raise
         raise SequenceError(found.group(1).strip()) from error
+    for sentence in () if token is None else native().take_warnings(token):
+        warnings.warn(sentence, PrecisionWarning, stacklevel=4)  # at the line that called `run`
 
 
 @contextlib.contextmanager
@@ -72,8 +79,20 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
     rewritten model keeps its caches in the session's own sequences, one per batch row, unless `kv_sequence`
     is fed. Running raises SequenceError where a kvfuse op refuses the call; the sequences are then as before.
 
+    Args:
+        path_or_bytes: the model.
+        sess_options: onnxruntime's; a device is added to these, so give each session with one its own.
+        providers: onnxruntime's; not together with a device, since onnxruntime would ignore the latter.
+        provider_options: onnxruntime's.
+        device: "cpu" (the default), or what keeps the caches and attends: "metal", "cuda" or "emulated".
+            Everything else in the graph stays with the session's other providers.
+        variant: the kernels of a device, "scalar" or "simd"; None takes the device's default.
+        **kwargs: onnxruntime's.
+
     Raises:
         LibraryError: the compiled library is missing, or the model was bound to another copy of it.
+        OptionError: the device or variant is unknown, or given together with providers.
+        DeviceError: the device does not run here.
     """
 
     def __init__(
@@ -82,9 +101,22 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
         sess_options: onnxruntime.SessionOptions | None = None,
         providers: Sequence[str | tuple[str, dict[Any, Any]]] | None = None,
         provider_options: Sequence[dict[Any, Any]] | None = None,
+        *,
+        device: str | None = None,
+        variant: str | None = None,
         **kwargs: Any,
     ) -> None:
         options = _quiet_options() if sess_options is None else sess_options
+        if variant is not None and device is None:
+            raise OptionError(f"[variant] expected a device beside a variant; found {variant!r} alone")
+        if device is not None:
+            if providers is not None:
+                raise OptionError(
+                    "[device] expected no providers beside a device (add others to sess_options, with "
+                    f"add_provider); found {list(providers)}"
+                )
+            add_device(options, device, variant)
+            kwargs.setdefault("enable_fallback", 0)  # a device that fails is an error, not another device
         if providers is None and not options.has_providers():
             providers = ["CPUExecutionProvider"]
         self._options = options
@@ -125,7 +157,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
         self, output_names: Sequence[str] | None, input_feed: Mapping[str, Any], run_options: Any = None
     ) -> Any:
         """Runs the model as onnxruntime does; a refusal by a kvfuse op raises SequenceError."""
-        with kernel_errors():
+        with kernel_errors(self._token):
             return super().run(output_names, input_feed, run_options)
 
     def run_with_ort_values(
@@ -135,12 +167,12 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
         run_options: Any = None,
     ) -> Any:
         """Runs the model on OrtValues as onnxruntime does; raises SequenceError as `run` does."""
-        with kernel_errors():
+        with kernel_errors(self._token):
             return super().run_with_ort_values(output_names, input_dict_ort_values, run_options)
 
     def run_with_iobinding(self, iobinding: Any, run_options: Any = None) -> None:
         """Runs the model on bound buffers as onnxruntime does; raises SequenceError as `run` does."""
-        with kernel_errors():
+        with kernel_errors(self._token):
             super().run_with_iobinding(iobinding, run_options)
 
     @property

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from kvfuse.decoder import Decoder, cache_names, chunks, open_decoder
 from kvfuse.errors import ModelError, OptionError
 from kvfuse.generate import Generation, Tokenizer
+from kvfuse.provider import require_device
 
 Progress = Callable[[str, int, int], None]
 _ROWS = 64  # positions compared at once: a few float64 temporaries of 64 x V
@@ -178,6 +179,7 @@ def verify(
     tokens: int = 32,
     seed: int = 0,
     limits: Limits | None = None,
+    device: str | None = None,
     progress: Progress | None = None,
 ) -> Verification:
     """Compares a rewritten decoder with its original over a prompt and its greedy continuation.
@@ -191,12 +193,16 @@ def verify(
         tokens: greedy tokens to make.
         seed: of the random prompt.
         limits: what counts as passed.
+        device: where the rewritten model keeps its caches; the original runs on the CPU.
         progress: called with (phase, done, total) in tokens.
 
     Raises:
         ModelError: a model cannot be loaded or is no decoder.
-        OptionError: an argument is out of range.
+        OptionError: an argument is out of range, or the device unknown.
+        DeviceError: the device does not run here.
     """
+    if device is not None:
+        require_device(device)  # before the original has run
     if prompt_length < 1 or tokens < 1:
         raise OptionError(
             f"[verify] expected a prompt and tokens of 1 or more; found {prompt_length}, {tokens}"
@@ -212,7 +218,7 @@ def verify(
         result.original_ids = _record(decoder, prompt, tokens, spool, report)
         del decoder
         spool.seek(0)
-        decoder = open_decoder(rewritten)
+        decoder = open_decoder(rewritten, device=device)
         _compare(decoder, result, spool, report)
     if tokenizer is not None:
         result.original_text = tokenizer.decode(result.original_ids)

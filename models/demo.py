@@ -7,10 +7,7 @@ in a process of its own, so that peak memory is its own. Speeds are of one run o
 
 import argparse
 import json
-import resource
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ if __package__ in (None, ""):  # run as a script: import from the repository, no
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import kvfuse
+from benchmarks.decoding import peak_bytes, resident_bytes, run_in_process, time_decoding
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT = "The capital of France is"
@@ -40,76 +38,19 @@ def run_variant(model: Path) -> dict[str, Any]:
     speeds = {}
     for context in CONTEXTS:
         ids = (tokenizer.encode(PROMPT + " Paris. ") * context)[:context]
-        timed = Generation(decoder, ids, max_new_tokens=SPEED_STEPS + 1)
-        list(timed)
-        speeds[context] = timed.tokens_per_second
+        (speeds[context],) = time_decoding(decoder, ids, SPEED_STEPS).tokens_per_second
     return {
         "token_ids": token_ids,
         "text": tokenizer.decode(token_ids),
         "tokens_per_second": speeds,
-        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_bytes": peak_bytes(),
     }
-
-
-def resident_bytes(model: Path, layers: int) -> list[int]:
-    """Measures what the cache of a rewritten model holds at RESIDENT tokens, in bytes over all layers.
-
-    One layer of the model's own format is filled with random rows. All keys are padding, so that the memory
-    is filled without the time that attending over it would take; layers are alike.
-    """
-    import numpy as np
-    import onnx
-    from onnx import helper
-
-    proto = onnx.load(str(model), load_external_data=False)
-    node = next(node for node in proto.graph.node if node.op_type == "QuantizedKvSdpa")
-    cache = json.loads(next(p.value for p in proto.metadata_props if p.key == "kvfuse"))["caches"][0]
-    heads, dim = cache["kv_num_heads"], cache["head_dim"]
-    names = ["query", "key", "value", "slots", "padding"]
-    attend = onnx.NodeProto()
-    attend.CopyFrom(node)
-    del attend.input[:], attend.output[:]
-    attend.input.extend(names)
-    attend.output.append("output")
-    begin = helper.make_node(
-        "KvCacheBegin",
-        ["kv_sequence", "kv_past_length", "query"],
-        ["slots", "", ""],
-        domain="kvfuse",
-        layers=next(helper.get_attribute_value(a) for a in node.attribute if a.name == "layer").decode(),
-    )
-    floats = [helper.make_tensor_value_info(n, 1, [1, heads, "S", dim]) for n in names[:3]]
-    padding = helper.make_tensor_value_info("padding", 7, [1, "T"])
-    sequence = helper.make_tensor_value_info("kv_sequence", 7, [1])
-    one_layer = helper.make_model(
-        helper.make_graph(
-            [begin, attend],
-            "one_layer",
-            [*floats, padding, sequence],
-            [helper.make_tensor_value_info("output", 1, None)],
-            [helper.make_tensor("kv_past_length", 7, [1], [-1])],
-        ),
-        opset_imports=[helper.make_opsetid("", 18), helper.make_opsetid("kvfuse", 1)],
-        ir_version=8,
-    )
-    session = kvfuse.InferenceSession(one_layer.SerializeToString())
-    random, sizes, length = np.random.default_rng(0), [], 0
-    with kvfuse.KvSequence() as kv:
-        for tokens in RESIDENT:
-            rows = random.standard_normal((1, heads, tokens - length, dim), dtype=np.float32)
-            length = tokens
-            feeds = dict.fromkeys(names[:3], rows) | {"padding": np.zeros((1, tokens), np.int64)}
-            session.run(None, feeds | {"kv_sequence": np.array([kv.id])})
-            sizes.append(kv.nbytes * layers)
-    return sizes
 
 
 def variant_in_process(model: Path) -> dict[str, Any]:
     """Runs `run_variant` in a process of its own."""
-    with tempfile.NamedTemporaryFile("r", suffix=".json") as result:
-        subprocess.run([sys.executable, __file__, "--variant", model, "--result", result.name], check=True)
-        loaded: dict[str, Any] = json.load(result)
-    return loaded
+    result: dict[str, Any] = run_in_process(__file__, "--variant", model)
+    return result
 
 
 def mib(size: float) -> str:
@@ -172,7 +113,7 @@ def main() -> int:
         runs[name] = variant_in_process(target)
         before = report["bytes_per_token_before"]
         caches["original"] = (before, [before * tokens for tokens in RESIDENT])
-        caches[name] = (report["bytes_per_token_after"], resident_bytes(target, fused))
+        caches[name] = (report["bytes_per_token_after"], resident_bytes(target, RESIDENT))
         if fused != len(report["sites"]) or not fused:
             print(
                 f"[demo] expected every site fused; found {fused} of {len(report['sites'])}", file=sys.stderr

@@ -38,7 +38,8 @@ scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 (cd "$scratch" && npm pack --silent "$package" >/dev/null) || fail "npm could not get $package"
 archive=$(echo "$scratch"/*.tgz)
-echo "$sha256  $archive" | sha256sum --check --status || fail "$package has another sha256 than the pinned one"
+found=$( (sha256sum "$archive" 2>/dev/null || shasum -a 256 "$archive") | cut -d' ' -f1)  # macOS has the latter
+[ "$found" = "$sha256" ] || fail "$package has another sha256 than the pinned one"
 tar -xzf "$archive" -C "$scratch" "$inside"
 mkdir -p "$(dirname "$target")"
 rm -rf "$target"

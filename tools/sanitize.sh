@@ -16,12 +16,15 @@ case $kind in
   address)
     flags='-fsanitize=address,undefined -fno-sanitize-recover=undefined'
     runtimes='libasan.so libubsan.so'
-    tests='tests/kernels tests/ops tests/sequences tests/native tests/runtime'
+    tests='tests/kernels tests/ops tests/sequences tests/native tests/runtime tests/device/test_probe.py tests/device_cache'
     ;;
   thread)
     flags='-fsanitize=thread'
     runtimes='libtsan.so'
     tests='tests/sequences/test_concurrency.py tests/ops/test_faults.py'
+    for kernels in test_preset_over_several_pages test_groups_of_heads; do  # slow: every GPU thread is one of TSan's
+      tests+=" tests/device_cache/test_attention.py::$kernels"
+    done
     ;;
   *)
     echo "[sanitize] expected address or thread; found $kind" >&2
@@ -29,38 +32,10 @@ case $kind in
     ;;
 esac
 
-export PATH="$(dirname "$python"):$PATH"
-version=$("$python" -c 'from importlib.metadata import version; print(version("kvfuse"))')
-cmake -S custom_ops -B "$build" -G Ninja \
-  -DCMAKE_CXX_COMPILER="$cxx" -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS="-O1 -g -fno-omit-frame-pointer $flags" \
-  -DSKBUILD_PROJECT_VERSION="$version" -DPython_EXECUTABLE="$python" \
-  -Dpybind11_DIR="$("$python" -m pybind11 --cmakedir)" >/dev/null
-cmake --build "$build"
-rm -rf "$site"
-cmake --install "$build" --prefix "$site" >/dev/null
-
-# The package as it would be installed: our libraries, and links to the Python files.
-for path in kvfuse/*; do
-  [ "$(basename "$path")" = __pycache__ ] || ln -s "$PWD/$path" "$site/kvfuse/"
-done
-ln -s "$PWD/passes" "$site/kvfuse/passes"
-# Before an editable install, and before the source folder of the same name.
-cat >"$site/sitecustomize.py" <<'END'
-import os
-import sys
-from importlib.machinery import PathFinder
-
-
-class Sanitized:
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        if name.partition(".")[0] != "kvfuse":
-            return None
-        return PathFinder.find_spec(name, path or [os.path.dirname(__file__)], target)
-
-
-sys.meta_path.insert(0, Sanitized)
-END
+PYTHON=$python PATH="$(dirname "$python"):$PATH" tools/get_metal_cpp.sh
+. tools/variant.sh
+build_variant "$build" -DKVFUSE_FAKE_METAL=ON -DKVFUSE_CUDA=OFF -DCMAKE_CXX_COMPILER="$cxx" \
+  -DCMAKE_CXX_FLAGS="-O1 -g -fno-omit-frame-pointer $flags"
 
 # First without Python and onnxruntime: leaks of the library show, and so does what runs in a pool of threads.
 "$cxx" -std=c++17 -O1 -g -fno-omit-frame-pointer $flags -Icustom_ops/include tests/native/stress.cc \
@@ -68,10 +43,16 @@ END
 TSAN_OPTIONS=halt_on_error=1 ASAN_OPTIONS=detect_leaks=1:detect_stack_use_after_return=1 \
   UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 setarch --addr-no-randomize "$build/stress"
 
+for scenario in $("$build/kvfuse_metal_test" --list); do
+  TSAN_OPTIONS=halt_on_error=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 setarch --addr-no-randomize \
+    "$build/kvfuse_metal_test" "$scenario"
+done
+
 # Python is not instrumented, so the runtimes come first; its own leaks are not looked for.
 preload=
 for runtime in $runtimes libstdc++.so.6; do preload+="$("$cxx" -print-file-name="$runtime") "; done
 export PYTHONPATH=$site PYTHONMALLOC=malloc
+export OPENBLAS_NUM_THREADS=1  # NumPy's threads are none of ours, and TSan does not see what they wait for
 export ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:quarantine_size_mb=8:detect_stack_use_after_return=1
 export UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
 # onnxruntime destroys condition variables that a thread of its has just signalled; the library here has none.

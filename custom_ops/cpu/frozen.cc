@@ -10,6 +10,7 @@
 #include "kvfuse/half.h"
 #include "kvfuse/sequence.h"
 #include "safetensors.h"
+#include "snapshot_rows.h"
 
 namespace kvfuse {
 namespace {
@@ -95,22 +96,12 @@ void CheckHalves(const std::string& name, const SideFormat& side, const std::vec
       Fail("[state] expected half-precision scales in '", name, "'; found ", scale);
 }
 
-struct Sizes {
-  int64_t heads, encoded, exact, sinks, blocks;
-  explicit Sizes(const LayerSnapshot& s)
-      : heads(s.format.kv_num_heads),
-        encoded(s.encoded_end - s.begin),
-        exact(s.length - s.exact_begin),
-        sinks(std::min(s.format.n_sink, s.length)),
-        blocks((s.encoded_end + s.format.block - 1) / s.format.block - s.begin / s.format.block) {}
-};
-
 void WriteLayer(SafetensorsWriter& out, const std::string& prefix, const LayerSnapshot& s) {
   for (const FormatField& field : kFields) out.SetMetadata(prefix + field.name, std::to_string(field.get(s.format)));
   out.SetMetadata(prefix + "begin", std::to_string(s.begin));
   out.SetMetadata(prefix + "encoded_end", std::to_string(s.encoded_end));
   out.SetMetadata(prefix + "exact_begin", std::to_string(s.exact_begin));
-  const Sizes n(s);
+  const SnapshotSizes n(s);
   const SideFormat &key = s.format.key, &value = s.format.value;
   AddTensor(out, prefix + "key_codes", "U8", {n.heads, n.encoded, key.code_bytes()}, s.key_codes);
   AddTensor(out, prefix + "key_scales", "F32", {n.heads, n.encoded, key.groups()}, s.key_scales);
@@ -149,7 +140,7 @@ LayerSnapshot ParseLayer(const SafetensorsReader& in, const std::string& prefix,
   s.encoded_end = in.Number(prefix + "encoded_end");
   s.exact_begin = in.Number(prefix + "exact_begin");
   CheckExtents(prefix, s);
-  const Sizes n(s);
+  const SnapshotSizes n(s);
   const SideFormat &key = s.format.key, &value = s.format.value;
   CopyTensor(in, prefix + "key_codes", "U8", {n.heads, n.encoded, key.code_bytes()}, s.key_codes);
   CopyTensor(in, prefix + "key_scales", "F32", {n.heads, n.encoded, key.groups()}, s.key_scales);
@@ -167,22 +158,6 @@ LayerSnapshot ParseLayer(const SafetensorsReader& in, const std::string& prefix,
   CopyTensor(in, prefix + "sink_key", "F32", {n.heads, n.sinks, key.dim}, s.sink_key);
   CopyTensor(in, prefix + "sink_value", "F32", {n.heads, n.sinks, value.dim}, s.sink_value);
   return s;
-}
-
-// Row `index` of a snapshot's side: codes, then scales in the precision that the format keeps.
-std::vector<uint8_t> CanonicalRow(const SideFormat& side, const std::vector<uint8_t>& codes,
-                                  const std::vector<float>& scales, int64_t index) {
-  std::vector<uint8_t> row(side.row_bytes());
-  std::memcpy(row.data(), codes.data() + index * side.code_bytes(), side.code_bytes());
-  for (int g = 0; g < side.groups(); ++g) {
-    const float scale = scales[index * side.groups() + g];
-    const uint16_t half = FloatToHalf(scale);
-    if (side.group_size == 0)
-      std::memcpy(row.data() + side.code_bytes() + 4 * g, &scale, 4);
-    else
-      std::memcpy(row.data() + side.code_bytes() + 2 * g, &half, 2);
-  }
-  return row;
 }
 
 }  // namespace
@@ -256,7 +231,7 @@ CpuLayerCache::CpuLayerCache(const LayerSnapshot& s)
       encoded_end_(s.encoded_end),
       pages_begin_(s.begin),
       exact_begin_(s.exact_begin) {
-  const Sizes n(s);
+  const SnapshotSizes n(s);
   for (int64_t j = s.begin; j < s.encoded_end; ++j) {
     uint8_t* page = pages_.Writable(j / kPageTokens, format_.page_bytes());
     for (const bool key : {true, false})

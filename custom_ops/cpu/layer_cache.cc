@@ -14,7 +14,8 @@
 namespace kvfuse {
 namespace {
 
-constexpr int64_t kQueryTile = 16;  // query tokens that share each unpacked row
+constexpr int64_t kSplitTokens = 256;  // keys are split at multiples of this: a span of the tile kernels
+constexpr int64_t kQueryTile = 16;     // query tokens that share each unpacked row
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -44,7 +45,7 @@ void EncodeRow(const SideFormat& side, bool key, const float* row, const std::ve
 
 // Pieces that a step wants to be cut into, so that threads have enough to share.
 int64_t WantedPieces() {
-  static const int64_t wanted = 2 * std::max<int64_t>(8, std::thread::hardware_concurrency());
+  static const int64_t wanted = std::max<int64_t>(8, 2 * std::thread::hardware_concurrency());
   return wanted;
 }
 
@@ -111,6 +112,7 @@ std::shared_ptr<LayerCache> CpuLayerCache::Fork() const {
   fork->exact_values_ = exact_values_;
   fork->sink_key_ = sink_key_;
   fork->sink_value_ = sink_value_;
+  fork->guard_ = guard_;
   return fork;
 }
 
@@ -221,7 +223,7 @@ void CpuLayerCache::EncodeHead(int head) {
 // The attention of a step in pieces: by kv head and query tile, and for few queries by keys as well. How it is cut
 // does not depend on the number of threads at work, so that results do not either.
 struct CpuLayerCache::Cut {
-  int64_t query_tiles, key_begin, key_tiles, splits;
+  int64_t query_tiles, key_begin, key_parts, splits;
   int64_t queries;  // of a piece, when it is split
   std::unique_ptr<float[]> partials;
 
@@ -234,8 +236,8 @@ struct CpuLayerCache::Cut {
     args.query_begin = tile * kQueryTile;
     args.query_end = std::min(step.sequence_length, args.query_begin + kQueryTile);
     if (splits == 1) return args;
-    args.key_begin = key_begin + split * key_tiles / splits * kPageTokens;
-    if (split + 1 < splits) args.key_end = key_begin + (split + 1) * key_tiles / splits * kPageTokens;
+    args.key_begin = key_begin + split * key_parts / splits * kSplitTokens;
+    if (split + 1 < splits) args.key_end = key_begin + (split + 1) * key_parts / splits * kSplitTokens;
     args.partials = partials.get() + piece * queries * PartialFloats(cache.format_.value.dim);
     return args;
   }
@@ -260,17 +262,21 @@ std::vector<Phase> CpuLayerCache::Step(const StepArgs& step) {
   const int64_t heads = format_.kv_num_heads;
   const int64_t first = format_.window_left < 0 ? 0 : std::max<int64_t>(0, chunk_.past - format_.window_left);
   cut->query_tiles = CeilDiv(step.sequence_length, kQueryTile);
-  cut->key_begin = first / kPageTokens * kPageTokens;
-  cut->key_tiles = CeilDiv(chunk_.total - cut->key_begin, kPageTokens);
+  cut->key_begin = first / kSplitTokens * kSplitTokens;
+  cut->key_parts = CeilDiv(chunk_.total - cut->key_begin, kSplitTokens);
   cut->queries = step.num_heads / heads * step.sequence_length;
   cut->splits = 1;
   if (cut->query_tiles == 1 && Kernels().splits)
-    cut->splits = std::clamp<int64_t>(CeilDiv(WantedPieces(), heads), 1, std::max<int64_t>(1, cut->key_tiles / 8));
+    cut->splits = std::clamp<int64_t>(CeilDiv(WantedPieces(), heads), 1, std::max<int64_t>(1, cut->key_parts / 2));
   const size_t pieces = heads * cut->query_tiles * cut->splits;
   if (cut->splits > 1) cut->partials.reset(new float[pieces * cut->queries * PartialFloats(format_.value.dim)]);
 
   std::vector<Phase> phases;
-  phases.push_back({static_cast<size_t>(heads), [this](size_t head) { EncodeHead(static_cast<int>(head)); }});
+  const KeyGuard::Span span = step.guard ? GuardSpan() : KeyGuard::Span{};
+  phases.push_back({static_cast<size_t>(heads), [this, step, span](size_t head) {
+                      EncodeHead(static_cast<int>(head));
+                      if (!span.empty()) GuardHead(step, span, static_cast<int>(head));
+                    }});
   phases.push_back({pieces, [this, step, cut](size_t piece) { Kernels().attend(cut->Piece(*this, step, piece)); }});
   if (cut->splits > 1)
     phases.push_back({static_cast<size_t>(heads), [this, step, cut](size_t head) { cut->Merge(*this, step, head); }});
@@ -333,7 +339,7 @@ void CpuLayerCache::Truncate(int64_t length) {
   exact_begin_ = std::min(exact_begin_, length);
   // A block that is open again counts as not encoded while its floats are there; else it stays low-bit.
   encoded_end_ = std::min(encoded_end_, std::max(format_.EncodedEnd(length), exact_begin_));
-  if (length == 0) pages_begin_ = 0;
+  if (length == 0) pages_begin_ = 0, guard_.Reset();
   pages_.FreeFrom(CeilDiv(encoded_end_, kPageTokens));
   means_.FreeFrom(CeilDiv(encoded_end_, format_.block));
   exact_keys_.FreeFrom(CeilDiv(length, kExactPageTokens));

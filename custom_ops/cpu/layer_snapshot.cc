@@ -3,7 +3,7 @@
 #include <cstring>
 
 #include "cpu_layer_cache.h"
-#include "reference.h"
+#include "snapshot_rows.h"
 
 namespace kvfuse {
 namespace {
@@ -16,25 +16,6 @@ struct SideOut {
 void CopySide(const SideFormat& side, const uint8_t* row, const SideOut& out) {
   out.codes->insert(out.codes->end(), row, row + side.code_bytes());
   for (int g = 0; g < side.groups(); ++g) out.scales->push_back(reference::ScaleOf(side, row + side.code_bytes(), g));
-}
-
-// The inverse of quantizing: codes times scales, rotated back, the block's mean added.
-void Decode(const SideFormat& side, const uint8_t* row, const uint16_t* mean, float* out) {
-  if (!side.scaled()) {
-    for (int i = 0; i < side.dim; ++i) {
-      uint16_t half;
-      std::memcpy(&half, row + 2 * i, sizeof half);
-      out[i] = HalfToFloat(half);
-    }
-    return;
-  }
-  std::vector<int8_t> codes(side.dim);
-  reference::UnpackCodes(side, row, codes.data());
-  for (int i = 0; i < side.dim; ++i)
-    out[i] = reference::ScaleOf(side, row + side.code_bytes(), i / side.group_width()) * static_cast<float>(codes[i]);
-  if (side.rotated()) Kernels().rotate(out, side.dim);
-  if (mean != nullptr)
-    for (int i = 0; i < side.dim; ++i) out[i] += HalfToFloat(mean[i]);
 }
 
 }  // namespace
@@ -56,11 +37,16 @@ void CpuLayerCache::ReadRow(bool key, int head, int64_t position, float* out) co
   } else if (position < pages_begin_) {
     std::fill(out, out + side.dim, 0.0f);  // a sliding window has freed it: no query sees it any more
   } else {
-    const uint16_t* mean = nullptr;
-    if (key && format_.centered())
-      mean = reinterpret_cast<const uint16_t*>(means_[position / format_.block].data()) + int64_t{head} * side.dim;
-    Decode(side, StoredRow(key, head, position).data(), mean, out);
+    DecodeStored(key, head, position, out);
   }
+}
+
+void CpuLayerCache::DecodeStored(bool key, int head, int64_t position, float* out) const {
+  const SideFormat& side = key ? format_.key : format_.value;
+  const uint16_t* mean = nullptr;
+  if (key && format_.centered())
+    mean = reinterpret_cast<const uint16_t*>(means_[position / format_.block].data()) + int64_t{head} * side.dim;
+  DecodeRow(side, StoredRow(key, head, position).data(), mean, out);
 }
 
 LayerSnapshot CpuLayerCache::Snapshot(bool canonical) const {

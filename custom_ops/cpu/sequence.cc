@@ -47,6 +47,16 @@ std::map<std::string, int64_t> Sequence::Bytes() {
   return bytes;
 }
 
+std::map<std::string, double> Sequence::KeyErrors() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::map<std::string, double> errors;
+  for (auto& [name, layer] : layers_) {
+    std::lock_guard<std::mutex> layer_lock(layer->mutex);
+    errors[name] = layer->key_error();
+  }
+  return errors;
+}
+
 void Sequence::ReadLayer(const std::string& layer, const std::function<void(const LayerCache&)>& read) {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = layers_.find(layer);
@@ -63,6 +73,14 @@ void Sequence::TruncateLocked(int64_t length) {
   for (LayerCache* layer : Layers()) {
     std::lock_guard<std::mutex> lock(layer->mutex);
     layer->Truncate(length);
+  }
+}
+
+void Sequence::CheckTruncate(int64_t length) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (LayerCache* layer : Layers()) {
+    std::lock_guard<std::mutex> layer_lock(layer->mutex);
+    layer->CheckTruncate(length);
   }
 }
 
@@ -131,12 +149,12 @@ std::pair<int64_t, int64_t> Sequence::Begin(const std::string& fingerprint, cons
 }
 
 void Sequence::CheckLayer(int64_t run, const std::string& layer, const CacheFormat& format, int64_t total,
-                          int64_t count) {
+                          int64_t count, CacheDevice& device) {
   std::lock_guard<std::mutex> lock(mutex_);
   CheckRun(run, layer);
   if (max_tokens_ >= 0 && total > max_tokens_)
     FailMemory("[layer '", layer, "'] expected at most ", max_tokens_, " tokens in sequence ", id_, "; found ", total);
-  if (max_bytes_ >= 0) CheckBytes(layer, format, count);
+  if (max_bytes_ >= 0) CheckBytes(layer, format, count, device);
   const std::vector<std::string>& names = pending_ ? pending_->layers : layer_names_;
   if (!names.empty() && std::find(names.begin(), names.end(), layer) == names.end())
     Fail("[layer '", layer, "'] expected a layer key that the graph's KvCacheBegin lists; found none of its ",
@@ -150,8 +168,8 @@ void Sequence::CheckLayer(int64_t run, const std::string& layer, const CacheForm
          "; found ", format.Describe());
 }
 
-void Sequence::CheckBytes(const std::string& layer, const CacheFormat& format, int64_t count) {
-  int64_t bytes = layers_.count(layer) == 0 ? CpuDevice().Make(format)->GrowthBytes(count) : 0;
+void Sequence::CheckBytes(const std::string& layer, const CacheFormat& format, int64_t count, CacheDevice& device) {
+  int64_t bytes = layers_.count(layer) == 0 ? device.Make(format)->GrowthBytes(count) : 0;
   for (auto& [name, cache] : layers_) {
     std::lock_guard<std::mutex> layer_lock(cache->mutex);
     bytes += cache->nbytes() + (name == layer ? cache->GrowthBytes(count) : 0);

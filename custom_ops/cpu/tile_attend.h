@@ -1,10 +1,10 @@
-// Attention tile by tile, for every instruction set: an Isa supplies the inner loops, up to Isa::kQueries queries that
-// share each unpacked line. Scores of low-bit keys are bit-equal to the reference's.
+// Attention span by span, for every instruction set: an Isa supplies the inner loops, up to Isa::kQueries queries that
+// share each unpacked line. The int32 dots of low-bit keys are the reference's.
 //
-// Low-bit values are summed up in integers: the softmax weights of a tile, exp(score - the tile's maximum) times the
-// values' scales, become 16-bit numbers in two signed 8-bit planes, each off by at most 1/65024 of the tile's largest
-// (per group of channels). They depend on the query and the tile alone, never on the chunk. With exact weights
-// (KVFUSE_WEIGHTS=exact) the same sums are taken in f32.
+// A span is four tiles, 256 tokens, begun at a multiple of 256. Low-bit values are summed up in integers: the softmax
+// weights of a span, exp(score - the span's maximum) times the values' scales, become 16-bit numbers in two signed
+// 8-bit planes, each off by at most 1/65024 of the span's largest. They depend on the query and the span alone, never
+// on the chunk. With exact weights (KVFUSE_WEIGHTS=exact) the same sums are taken in f32.
 #pragma once
 
 #include <cmath>
@@ -30,27 +30,43 @@ struct TileQuery {
   Partial result;
 };
 
-// Scores of one tile and one query, from its raw dots.
+constexpr int kTiles = 4;
+constexpr int kSpanTokens = kTiles * kPageTokens;
+
+// Which tokens of a span: one word a tile.
+struct SpanMask {
+  uint64_t words[kTiles];
+  bool any() const { return (words[0] | words[1] | words[2] | words[3]) != 0; }
+  uint32_t lanes(int line) const {  // 16 tokens
+    return static_cast<uint32_t>(words[line / 4] >> (line % 4 * 16)) & 0xffff;
+  }
+};
+
+// Scores of one span and one query, from its raw dots.
 struct SoftmaxArgs {
-  const float *low, *exact;       // [kPageTokens]: sums of s_k * dot; f32 dots
-  uint64_t low_mask, exact_mask;  // which tokens each is for; the others are not seen
-  float query_scale, scale;       // score = scale * (query_scale * low), or scale * exact
-  const float* addend;            // [kPageTokens], added to the low-bit scores; null: none
+  const float *low, *exact;       // [kSpanTokens]: sums of s_k * dot; f32 dots
+  SpanMask low_mask, exact_mask;  // which tokens each is for; the others are not seen
+  int tiles;                      // of the span that may be seen
+  float low_scale, scale;         // score = low_scale * low, or scale * exact
+  const float* addend;            // [kSpanTokens], added to the low-bit scores; null: none
   float softcap;                  // 0: none
   const float* bias;              // null: none
   ptrdiff_t bias_stride;          // 0 or 1
 };
-struct SoftmaxSums {
-  float maximum, sum;  // of the scores, and of the weights exp(score - maximum); kNegativeInfinity, 0 when none is seen
+// The value bytes of a span's tiles that have low-bit tokens; null for the others.
+struct SpanBytes {
+  const uint8_t* tiles[kTiles];
+  const uint8_t* next[kTiles];  // to be fetched ahead
 };
 
-// Weights as integers: weight * scale = factor * (256 * high + low), for one group of channels of one tile.
+// Weights as integers: weight * scale = factor * (256 * high + low), for one group of channels of one span.
 struct Planes {
-  int8_t *high, *low;  // [queries][kPlaneStride], kPageTokens of them used
-  float* factors;      // [queries]
+  int8_t *high, *low;  // [queries][kPlaneStride], kSpanTokens of them used
   int32_t* sums;       // [queries]: of 256 * high + low
 };
-constexpr int kPlaneStride = 2 * kPageTokens;
+constexpr int kPlaneStride = 2 * kSpanTokens;
+constexpr float kSteps = 127 * 256;  // the largest of a span becomes this integer
+constexpr float kSmallest = 1e-30f;  // below it, kSteps / largest might overflow: such spans are summed in f32
 
 inline uint64_t Range(int64_t begin, int64_t end) {  // bits [begin, end) of 0 .. 64
   begin = std::clamp<int64_t>(begin, 0, 64), end = std::clamp<int64_t>(end, begin, 64);
@@ -68,17 +84,16 @@ class TileAttention {
     int64_t begin = cache_.total, end = 0;
     for (int i = 0; i < count_; ++i) begin = std::min(begin, queries_[i].begin), end = std::max(end, queries_[i].end);
     begin = std::max(begin, args_.key_begin), end = std::min(end, args_.key_end);
-    for (int64_t tile = begin / kPageTokens * kPageTokens; tile < end; tile += kTiles * kPageTokens) {
-      const int tiles = static_cast<int>(std::min<int64_t>(kTiles, (end - tile + kPageTokens - 1) / kPageTokens));
-      for (int i = 0; i < tiles; ++i) {
-        const int64_t first = tile + i * kPageTokens;
-        attended_[i] = step_.padding == nullptr
+    for (int64_t span = begin / kSpanTokens * kSpanTokens; span < end; span += kSpanTokens) {
+      tiles_ = static_cast<int>(std::min<int64_t>(kTiles, (end - span + kPageTokens - 1) / kPageTokens));
+      for (int k = 0; k < tiles_; ++k) {
+        const int64_t first = span + k * kPageTokens;
+        attended_[k] = step_.padding == nullptr
                            ? ~uint64_t{0}
                            : Isa::NonZero(step_.padding + first, static_cast<int>(std::min<int64_t>(64, end - first)));
-        attended_[i] &= Range(begin - first, end - first);
+        attended_[k] &= Range(begin - first, end - first);
       }
-      for (int i = 0; i < count_; i += Isa::kQueries)
-        Block(queries_ + i, std::min(Isa::kQueries, count_ - i), tile, tiles);
+      for (int i = 0; i < count_; i += Isa::kQueries) Attend(queries_ + i, std::min(Isa::kQueries, count_ - i), span);
     }
     const profile::Timed timed(profile::kMerge);
     if (args_.partials == nullptr)
@@ -97,13 +112,12 @@ class TileAttention {
     if (partials == nullptr) partials = space.Take<float>(count_ * partial);
     queries_ = space.Take<TileQuery>(count_);
     row_ = space.Take<float>(std::max(side.dim, format_.value.dim));
-    for (float** array : {&low_, &exact_, &addend_, &weights_})
-      *array = space.Take<float>(kTiles * Isa::kQueries * kPageTokens);
+    for (float** array : {&low_, &exact_, &addend_, &weights_}) *array = space.Take<float>(Isa::kQueries * kSpanTokens);
+    means_ = space.Take<float>(Isa::kQueries * kPageTokens);
     planes_ = space.Take<Planes>(format_.value.groups());
     for (int g = 0; g < format_.value.groups(); ++g) {
       planes_[g].high = space.Take<int8_t>(Isa::kQueries * kPlaneStride);
-      planes_[g].low = planes_[g].high + kPageTokens;
-      planes_[g].factors = space.Take<float>(Isa::kQueries);
+      planes_[g].low = planes_[g].high + kSpanTokens;
       planes_[g].sums = space.Take<int32_t>(Isa::kQueries);
     }
     for (int i = 0; i < count_; ++i) {
@@ -130,51 +144,49 @@ class TileAttention {
     return Isa::QuantizeQuery(side, row, query.codes, query.code_sums);
   }
 
-  // What to fetch ahead while this tile is at work.
+  // What to fetch ahead while this tile is at work: one tile ahead comes too late, a span ahead crowds the L1 cache.
   const uint8_t* Ahead(bool key, int64_t tile) const {
-    return Side(key, tile + kPageTokens < cache_.encoded_end ? tile + kPageTokens : tile);
+    return Side(key, tile + 2 * kPageTokens < cache_.encoded_end ? tile + 2 * kPageTokens : tile);
   }
 
   const uint8_t* Side(bool key, int64_t tile) const {
     return cache_.pages[tile / kPageTokens - cache_.page_begin] + format_.side_offset(key, args_.kv_head);
   }
 
-  // Some queries and some tiles, stage by stage: the stages of one tile wait for each other, those of several do not.
-  void Block(TileQuery* queries, int n, int64_t first, int tiles) {
-    for (int k = 0; k < tiles; ++k) {
-      Masks(queries, n, first + k * kPageTokens, k);
-      if (low_any_[k] != 0) KeyScores(queries, n, first + k * kPageTokens, k);
+  // Some queries and one span, stage by stage.
+  void Attend(TileQuery* queries, int n, int64_t span) {
+    for (int k = 0; k < tiles_; ++k) {
+      const int64_t tile = span + k * kPageTokens;
+      low_any_[k] = Masks(queries, n, tile, k);
+      if (low_any_[k] != 0) KeyScores(queries, n, tile, k);
+      ExactScores(queries, n, tile, k);
     }
-    for (int k = 0; k < tiles; ++k)
-      for (int i = 0; i < n; ++i)
-        if ((low_masks_[k][i] | exact_masks_[k][i]) != 0) ExactScores(queries[i], first + k * kPageTokens, k, i);
-    for (int i = 0; i < n; ++i) Weigh(queries[i], first, tiles, i);
-    for (int k = 0; k < tiles; ++k) {
-      if (low_any_[k] != 0) LowValues(queries, n, first + k * kPageTokens, k);
-      for (int i = 0; i < n; ++i) {
-        if (exact_masks_[k][i] == 0) continue;
-        const profile::Timed timed(profile::kExactValues);
-        ExactRows(false, first + k * kPageTokens, exact_masks_[k][i]);
-        Isa::template AddRows<float>(rows_, exact_masks_[k][i], Weights(k, i), factors_[k][i], queries[i].result.exact,
-                                     format_.value.dim);
-      }
-    }
+    if (format_.centered()) MeanScores(queries, n, span);
+    Weigh(queries, n, span);
+    LowValues(queries, n, span);
+    for (int k = 0; k < tiles_; ++k) ExactValues(queries, n, span + k * kPageTokens, k);
   }
 
-  // Which tokens each query sees, exactly or not.
-  void Masks(const TileQuery* queries, int n, int64_t tile, int k) {
-    low_any_[k] = 0;
+  // Which tokens each query sees, exactly or not; gives those that some query sees as low-bit.
+  uint64_t Masks(const TileQuery* queries, int n, int64_t tile, int k) {
+    uint64_t any = 0;
     for (int i = 0; i < n; ++i) {
       const TileQuery& query = queries[i];
-      const uint64_t seen = attended_[k] & Range(query.begin - tile, query.end - tile);
-      const uint64_t exact = Range(0, format_.n_sink - tile) | Range(query.exact_from - tile, 64);
-      low_masks_[k][i] = seen & ~exact;
-      exact_masks_[k][i] = seen & exact;
-      low_any_[k] |= low_masks_[k][i];
+      uint64_t low = attended_[k], exact = 0;
+      const int64_t end = tile + kPageTokens;
+      if (tile < std::max(query.begin, format_.n_sink) || end > std::min(query.end, query.exact_from)) {
+        const uint64_t seen = low & Range(query.begin - tile, query.end - tile);
+        exact = seen & (Range(0, format_.n_sink - tile) | Range(query.exact_from - tile, 64));
+        low = seen & ~exact;
+      }
+      low_masks_[i].words[k] = low;
+      exact_masks_[i].words[k] = exact;
+      any |= low;
     }
+    return any;
   }
 
-  // Low(k, i)[t] = sum over groups of s_k * dot, for all tokens that some query sees.
+  // Low(i)[t] = sum over groups of s_k * dot, for all tokens that some query sees.
   void KeyScores(TileQuery* queries, int n, int64_t tile, int k) {
     const profile::Timed timed(profile::kScores);
     const uint8_t* side = Side(true, tile);
@@ -182,118 +194,196 @@ class TileAttention {
       const int8_t* codes[Isa::kQueries];
       const int32_t* sums[Isa::kQueries];
       for (int i = 0; i < n; ++i) codes[i] = queries[i].codes, sums[i] = queries[i].code_sums;
-      Isa::KeyScores(format_.key, side, codes, sums, n, Low(k, 0), Ahead(true, tile));
+      Isa::KeyScores(format_.key, side, codes, sums, n, low_ + k * kPageTokens, Ahead(true, tile));
       return;
     }
     for (int i = 0; i < n && !format_.key.scaled(); ++i) {
-      LowRows(side, format_.key.row_bytes(), low_masks_[k][i]);
-      Isa::template DotRows<uint16_t>(rows_, low_masks_[k][i], queries[i].exact, format_.key.dim, Low(k, i));
+      const uint64_t mask = low_masks_[i].words[k];
+      LowRows(side, format_.key.row_bytes(), mask);
+      Isa::template DotRows<uint16_t>(rows_, mask, queries[i].exact, format_.key.dim, Low(i) + k * kPageTokens);
     }
     for (uint64_t left = format_.key.scaled() ? low_any_[k] : 0; left != 0; left &= left - 1) {
       const int t = __builtin_ctzll(left);
       low_row_.Read(format_.key, side + int64_t{t} * format_.key.row_bytes());
-      for (int i = 0; i < n; ++i) Low(k, i)[t] = GroupDots(format_.key, queries[i].codes, low_row_);
+      for (int i = 0; i < n; ++i) Low(i)[k * kPageTokens + t] = GroupDots(format_.key, queries[i].codes, low_row_);
     }
   }
 
-  // The f32 dots of exact keys, and what block-centred keys add to the low-bit ones.
-  void ExactScores(const TileQuery& query, int64_t tile, int k, int i) {
-    if (exact_masks_[k][i] != 0) {
-      const profile::Timed timed(profile::kExactKeys);
-      ExactRows(true, tile, exact_masks_[k][i]);
-      Isa::template DotRows<float>(rows_, exact_masks_[k][i], query.exact, format_.key.dim, Exact(k, i));
-    }
-    if (low_masks_[k][i] != 0 && format_.centered()) MeanScores(query, tile, low_masks_[k][i], Addend(k, i));
-  }
-
-  // Turns scores into softmax weights relative to their tile's maximum, and takes the running maximum further;
-  // factors_ bring those weights to it. A tile that a bias hides wholly loses its masks.
-  void Weigh(TileQuery& query, int64_t first, int tiles, int i) {
-    const profile::Timed timed(profile::kSoftmax);
-    SoftmaxSums sums[kTiles];
-    float maximum = *query.result.maximum;
-    for (int k = 0; k < tiles; ++k) {
-      sums[k] = {kNegativeInfinity, 0.0f};
-      if ((low_masks_[k][i] | exact_masks_[k][i]) == 0) continue;
-      SoftmaxArgs softmax{Low(k, i), Exact(k, i),   low_masks_[k][i], exact_masks_[k][i],   query.scale, step_.scale,
-                          nullptr,   step_.softcap, nullptr,          step_.bias_key_stride};
-      if (format_.centered()) softmax.addend = Addend(k, i);
-      if (query.bias != nullptr) softmax.bias = query.bias + (first + k * kPageTokens) * step_.bias_key_stride;
-      sums[k] = Isa::Softmax(softmax, Weights(k, i));
-      if (sums[k].sum == 0.0f) low_masks_[k][i] = exact_masks_[k][i] = 0;
-      maximum = std::max(maximum, sums[k].maximum);
-    }
-    if (maximum == kNegativeInfinity) return;
-    float exponents[kTiles + 1], powers[kTiles + 1];
-    for (int k = 0; k < kTiles; ++k) exponents[k] = k < tiles ? sums[k].maximum - maximum : 0.0f;
-    exponents[kTiles] = *query.result.maximum - maximum;
-    Isa::Exp(exponents, kTiles + 1, powers);
-    if (maximum > *query.result.maximum && *query.result.sum != 0.0f) query.result.Scale(powers[kTiles]);
-    *query.result.maximum = maximum;
-    for (int k = 0; k < tiles; ++k) {
-      factors_[k][i] = powers[k];
-      if (sums[k].sum != 0.0f) *query.result.sum += powers[k] * sums[k].sum;
-    }
-  }
-
-  // addend[t] = scale * (q . mean of the block of token t)
-  void MeanScores(const TileQuery& query, int64_t tile, uint64_t mask, float* addend) {
-    const int64_t block = format_.block;
-    for (int t = 0; t < kPageTokens;) {
-      const int end = static_cast<int>(std::min<int64_t>(kPageTokens, ((tile + t) / block + 1) * block - tile));
-      float score = 0.0f;
-      if ((mask & Range(t, end)) != 0) {
-        const uint16_t* mean = cache_.block_means[(tile + t) / block - cache_.mean_begin];
-        const void* row = mean + int64_t{args_.kv_head} * format_.key.dim;
-        Isa::template DotRows<uint16_t>(&row, 1, query.exact, format_.key.dim, &score);
-      }
-      std::fill(addend + t, addend + end, step_.scale * score);
-      t = end;
-    }
-  }
-
-  void LowValues(TileQuery* queries, int n, int64_t tile, int k) {
-    const SideFormat& side = format_.value;
-    const uint8_t* bytes = Side(false, tile);
-    if (!side.scaled()) return HalfValues(queries, n, bytes, k);
-    if (!Fits(side)) return RowValues(queries, n, bytes, k);
-    float* sums[Isa::kQueries];
-    uint64_t seen = 0;
-    int kept = 0;  // queries whose weights have become integers
+  // The f32 dots of keys that some query uses exactly, and what block-centred keys add to the low-bit ones.
+  void ExactScores(const TileQuery* queries, int n, int64_t tile, int k) {
+    const profile::Timed timed(profile::kExactKeys);
+    const float* rows[Isa::kQueries];
+    float* dots[Isa::kQueries];
+    uint64_t exact = 0;
     for (int i = 0; i < n; ++i) {
-      if (low_masks_[k][i] == 0) continue;
-      const profile::Timed timed(profile::kSplit);
-      float* sum = RotatedSum(queries[i]);
-      const bool exact =
-          ExactWeights() || !Isa::Split(side, bytes, low_masks_[k][i], Weights(k, i), factors_[k][i], kept, planes_);
-      if (exact) {
-        Isa::AddValues(side, bytes, low_masks_[k][i], Weights(k, i), factors_[k][i], sum);
-        continue;
+      rows[i] = queries[i].exact;
+      dots[i] = Exact(i) + k * kPageTokens;
+      exact |= exact_masks_[i].words[k];
+    }
+    if (exact != 0) {
+      ExactRows(true, tile, exact);
+      Isa::template DotBatch<float>(rows_, exact, rows, n, format_.key.dim, dots);
+    }
+  }
+
+  void ExactValues(TileQuery* queries, int n, int64_t tile, int k) {
+    uint64_t masks[Isa::kQueries], any = 0;
+    for (int i = 0; i < n; ++i) any |= masks[i] = exact_masks_[i].words[k];
+    if (any == 0) return;
+    const profile::Timed timed(profile::kExactValues);
+    ExactRows(false, tile, any);
+    const float* weights[Isa::kQueries];
+    float* sums[Isa::kQueries];
+    for (int i = 0; i < n; ++i) {
+      weights[i] = Weights(i) + k * kPageTokens;
+      sums[i] = queries[i].result.exact;
+    }
+    Isa::template AddBatch<float>(rows_, masks, weights, factors_, n, sums, format_.value.dim);
+  }
+
+  // Turns scores into softmax weights relative to the span's maximum, and takes the running maximum further; factors_
+  // bring those weights to it. Here as in LowValues, one step is
+  // taken for all queries before the next: what a step ends with comes late, and the next would wait for it.
+  void Weigh(TileQuery* queries, int n, int64_t span) {
+    const profile::Timed timed(profile::kSoftmax);
+    float maxima[Isa::kQueries], sums[Isa::kQueries], exponents[2 * Isa::kQueries], powers[2 * Isa::kQueries];
+    for (int i = 0; i < n; ++i) {
+      maxima[i] = kNegativeInfinity;
+      if (!low_masks_[i].any() && !exact_masks_[i].any()) continue;
+      const TileQuery& query = queries[i];
+      const SoftmaxArgs softmax{Low(i),
+                                Exact(i),
+                                low_masks_[i],
+                                exact_masks_[i],
+                                tiles_,
+                                step_.scale * query.scale,
+                                step_.scale,
+                                format_.centered() ? Addend(i) : nullptr,
+                                step_.softcap,
+                                query.bias == nullptr ? nullptr : query.bias + span * step_.bias_key_stride,
+                                step_.bias_key_stride};
+      maxima[i] = Isa::Scores(softmax, Weights(i));
+      if (query.bias != nullptr) HideTokens(i);
+    }
+    for (int i = 0; i < n; ++i) {
+      sums[i] = 0.0f;
+      if (maxima[i] == kNegativeInfinity)
+        low_masks_[i] = exact_masks_[i] = {};
+      else
+        sums[i] = Isa::Powers(Weights(i), tiles_, maxima[i]);
+      const float before = *queries[i].result.maximum, maximum = std::max(before, maxima[i]);
+      const bool first = before == kNegativeInfinity;
+      exponents[2 * i] = maxima[i] == kNegativeInfinity ? 0.0f : maxima[i] - maximum;
+      exponents[2 * i + 1] = first ? 0.0f : before - maximum;
+    }
+    Isa::Exp(exponents, 2 * n, powers);
+    for (int i = 0; i < n; ++i) {
+      Partial& result = queries[i].result;
+      factors_[i] = powers[2 * i];
+      if (maxima[i] == kNegativeInfinity) continue;
+      if (maxima[i] > *result.maximum) {
+        if (*result.maximum != kNegativeInfinity) result.Scale(powers[2 * i + 1]);
+        *result.maximum = maxima[i];
       }
-      sums[kept++] = sum;
-      seen |= low_masks_[k][i];
+      *result.sum += powers[2 * i] * sums[i];
+    }
+  }
+
+  // Tokens that a bias of minus infinity hides leave the masks: nothing is read of their values, which may be NaN.
+  void HideTokens(int i) {
+    for (int t = 0; t < tiles_ * kPageTokens; ++t) {
+      const uint64_t hidden = static_cast<uint64_t>(Weights(i)[t] == kNegativeInfinity) << t % kPageTokens;
+      low_masks_[i].words[t / kPageTokens] &= ~hidden;
+      exact_masks_[i].words[t / kPageTokens] &= ~hidden;
+    }
+  }
+
+  // Addend(i)[t] = scale * (q . mean of the block of token t), for the blocks that have low-bit tokens here.
+  void MeanScores(const TileQuery* queries, int n, int64_t span) {
+    const profile::Timed timed(profile::kScores);
+    int begins[kPageTokens + 1], count = 0;  // of the pieces that share a mean, at most as many as rows_ holds
+    for (int t = 0; t < tiles_ * kPageTokens;) {
+      const int64_t block = (span + t) / format_.block, tile = t / kPageTokens;
+      const int end = static_cast<int>(std::min((block + 1) * format_.block - span, (tile + 1) * kPageTokens));
+      if ((low_any_[tile] & Range(t - tile * kPageTokens, end - tile * kPageTokens)) != 0) {
+        begins[count] = t;
+        rows_[count++] = cache_.block_means[block - cache_.mean_begin] + int64_t{args_.kv_head} * format_.key.dim;
+      }
+      begins[count] = t = end;
+      if (count < kPageTokens && t < tiles_ * kPageTokens) continue;
+      AddMeans(queries, n, begins, count);
+      count = 0;
+    }
+  }
+
+  // Pieces that lie apart have nothing low-bit between them, so that it does not matter what is written there.
+  void AddMeans(const TileQuery* queries, int n, const int* begins, int count) {
+    if (count == 0) return;
+    const float* rows[Isa::kQueries];
+    float* dots[Isa::kQueries];
+    for (int i = 0; i < n; ++i) rows[i] = queries[i].exact, dots[i] = means_ + i * kPageTokens;
+    Isa::template DotBatch<uint16_t>(rows_, Range(0, count), rows, n, format_.key.dim, dots);
+    for (int i = 0; i < n; ++i)
+      for (int piece = 0; piece < count; ++piece)
+        std::fill(Addend(i) + begins[piece], Addend(i) + begins[piece + 1], step_.scale * dots[i][piece]);
+  }
+
+  void LowValues(TileQuery* queries, int n, int64_t span) {
+    const SideFormat& side = format_.value;
+    SpanBytes bytes{};
+    for (int k = 0; k < tiles_; ++k) {
+      const int64_t tile = span + k * kPageTokens;
+      if (low_any_[k] != 0) bytes.tiles[k] = Side(false, tile), bytes.next[k] = Ahead(false, tile);
+    }
+    if (!Fits(side)) {
+      for (int k = 0; k < tiles_; ++k)
+        if (low_any_[k] != 0) RowValues(queries, n, bytes.tiles[k], k);
+      return;
+    }
+    const bool integers = !ExactWeights();
+    float *sums[Isa::kQueries], factors[Isa::kQueries], sizes[Isa::kQueries];
+    int kept[Isa::kQueries], count = 0;  // queries whose weights become integers
+    {
+      const profile::Timed timed(profile::kSplit);
+      for (int i = 0; i < n; ++i)
+        sizes[i] =
+            integers && low_masks_[i].any() ? Isa::Largest(side, bytes, tiles_, low_masks_[i], Weights(i)) : 0.0f;
+      for (int i = 0; i < n; ++i) {
+        if (!low_masks_[i].any()) continue;
+        if (integers && !(sizes[i] < kSmallest)) {
+          sums[count] = RotatedSum(queries[i]);
+          factors[count] = factors_[i] * (sizes[i] / kSteps);
+          kept[count++] = i;
+          continue;
+        }
+        for (int k = 0; k < tiles_; ++k)
+          Isa::AddValues(side, bytes.tiles[k], low_masks_[i].words[k], Weights(i) + k * kPageTokens, factors_[i],
+                         RotatedSum(queries[i]));
+      }
+      for (int j = 0; j < count; ++j)
+        Isa::Split(side, bytes, tiles_, low_masks_[kept[j]], Weights(kept[j]), kSteps / sizes[kept[j]], j, planes_);
     }
     const profile::Timed timed(profile::kValues);
-    if (kept > 0) Isa::AddSplitValues(side, bytes, seen, planes_, kept, sums, Ahead(false, tile));
+    if (count > 0) Isa::AddSplitValues(side, bytes, tiles_, planes_, count, factors, sums);
   }
 
-  void HalfValues(TileQuery* queries, int n, const uint8_t* bytes, int k) {
-    for (int i = 0; i < n; ++i) {
-      LowRows(bytes, format_.value.row_bytes(), low_masks_[k][i]);
-      Isa::template AddRows<uint16_t>(rows_, low_masks_[k][i], Weights(k, i), factors_[k][i], queries[i].result.exact,
-                                      format_.value.dim);
-    }
-  }
-
+  // Values in the reference's layout: halves, or a head size that fits no line.
   void RowValues(TileQuery* queries, int n, const uint8_t* bytes, int k) {
-    for (uint64_t left = low_any_[k]; left != 0; left &= left - 1) {
+    const SideFormat& side = format_.value;
+    for (int i = 0; i < n && !side.scaled(); ++i) {
+      const uint64_t mask = low_masks_[i].words[k];
+      LowRows(bytes, side.row_bytes(), mask);
+      Isa::template AddRows<uint16_t>(rows_, mask, Weights(i) + k * kPageTokens, factors_[i], queries[i].result.exact,
+                                      side.dim);
+    }
+    for (uint64_t left = side.scaled() ? low_any_[k] : 0; left != 0; left &= left - 1) {
       const int t = __builtin_ctzll(left);
-      low_row_.Read(format_.value, bytes + int64_t{t} * format_.value.row_bytes());
+      low_row_.Read(side, bytes + int64_t{t} * side.row_bytes());
       const void* row = low_row_.values.data();
       for (int i = 0; i < n; ++i)
-        if ((low_masks_[k][i] >> t & 1) != 0)
-          Isa::template AddRows<float>(&row, 1, Weights(k, i) + t, factors_[k][i], RotatedSum(queries[i]),
-                                       format_.value.dim);
+        if ((low_masks_[i].words[k] >> t & 1) != 0)
+          Isa::template AddRows<float>(&row, 1, Weights(i) + k * kPageTokens + t, factors_[i], RotatedSum(queries[i]),
+                                       side.dim);
     }
   }
 
@@ -315,13 +405,11 @@ class TileAttention {
     }
   }
 
-  // What the block at work needs of one tile and query.
-  float* Low(int k, int i) const { return low_ + (k * Isa::kQueries + i) * kPageTokens; }
-  float* Exact(int k, int i) const { return exact_ + (k * Isa::kQueries + i) * kPageTokens; }
-  float* Addend(int k, int i) const { return addend_ + (k * Isa::kQueries + i) * kPageTokens; }
-  float* Weights(int k, int i) const { return weights_ + (k * Isa::kQueries + i) * kPageTokens; }
-
-  static constexpr int kTiles = 4;  // tiles of a block
+  // [kSpanTokens] of the span at work.
+  float* Low(int i) const { return low_ + i * kSpanTokens; }
+  float* Exact(int i) const { return exact_ + i * kSpanTokens; }
+  float* Addend(int i) const { return addend_ + i * kSpanTokens; }
+  float* Weights(int i) const { return weights_ + i * kSpanTokens; }
 
   const AttendArgs& args_;
   const StepArgs& step_;
@@ -330,11 +418,15 @@ class TileAttention {
   Workspace::Scope scope_;
   TileQuery* queries_ = nullptr;
   int count_ = 0;
+  // Of the span at work:
+  int tiles_ = 0;
   uint64_t attended_[kTiles] = {};  // tokens that padding lets through
-  uint64_t low_any_[kTiles] = {}, low_masks_[kTiles][Isa::kQueries], exact_masks_[kTiles][Isa::kQueries];
-  float factors_[kTiles][Isa::kQueries] = {};
+  uint64_t low_any_[kTiles] = {};
+  SpanMask low_masks_[Isa::kQueries] = {}, exact_masks_[Isa::kQueries] = {};
+  float factors_[Isa::kQueries] = {};
   float* row_;                                // [max dim]
-  float *low_, *exact_, *addend_, *weights_;  // [kTiles][kQueries][kPageTokens]
+  float *low_, *exact_, *addend_, *weights_;  // [kQueries][kSpanTokens]
+  float* means_;                              // [kQueries][kPageTokens]: q . mean
   Planes* planes_;                            // [value groups]
   const void* rows_[kPageTokens];             // of the tokens at work
   LowBitRow low_row_;

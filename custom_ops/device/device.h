@@ -1,4 +1,5 @@
-// What runs the kernels of kernels.metal: buffers, named kernels, dispatches in order. Back ends: metal, emulated, cuda.
+// What runs the kernels of kernels.metal: buffers, named kernels, dispatches in order. Back ends: metal, emulated,
+// cuda.
 #pragma once
 
 #include <cstdint>
@@ -6,6 +7,8 @@
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "kvfuse/export.h"
 
 namespace kvfuse {
 
@@ -15,7 +18,8 @@ class DeviceBuffer {
   virtual int64_t size() const = 0;
 };
 
-// One kernel launch. Argument i of the kernel is arguments[i]: bytes by value, or a buffer from an offset on.
+// One kernel launch. Argument i of the kernel, [[buffer(i)]], is arguments[i]: for `constant T&` the bytes of a T, at
+// most 4096; for a pointer a buffer from an offset on, a multiple of 4.
 struct Dispatch {
   struct Argument {
     DeviceBuffer* buffer = nullptr;  // null: `bytes` are passed by value
@@ -53,8 +57,8 @@ struct DeviceChoice {
 };
 
 // All back ends that this library knows, built or not.
-std::vector<DeviceChoice> DeviceChoices();
+KVFUSE_EXPORT std::vector<DeviceChoice> DeviceChoices();
 // Made on first use and kept. Throws Error with the reason when `name` is unknown or not usable here.
-Device& GetDevice(const std::string& name);
+KVFUSE_EXPORT Device& GetDevice(const std::string& name);
 
 }  // namespace kvfuse

@@ -46,7 +46,7 @@ inline std::vector<float> Run(kvfuse::Sequence& sequence, const std::string& fin
   for (const Layer& layer : layers) {
     const kvfuse::CacheFormat& format = layer.format;
     const int heads = format.kv_num_heads;
-    sequence.CheckLayer(run, layer.name, format, start + count, count);
+    sequence.CheckLayer(run, layer.name, format, start + count, count, kvfuse::CpuDevice());
     const auto cache = sequence.StartLayer(run, layer.name, format, kvfuse::CpuDevice());
     {
       std::lock_guard<std::mutex> lock(cache->mutex);

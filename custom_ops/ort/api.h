@@ -51,6 +51,10 @@ std::optional<float> FloatAttribute(const OrtKernelInfo* info, const std::string
 std::string StringAttribute(const OrtKernelInfo* info, const std::string& where, const char* name,
                             const std::string& absent);
 std::string NodeName(const OrtKernelInfo* info);
+// Through the run's own logger, which prints what its severity lets through.
+void LogWarning(OrtKernelContext* context, const std::string& sentence);
+// The session's logger: one address for all kernels and providers of a session.
+const OrtLogger* Logger(const OrtKernelInfo* info);
 // A session config entry; empty when not set.
 std::string ConfigEntry(const OrtKernelInfo* info, const char* key);
 
@@ -63,7 +67,10 @@ void SetOutputShape(OrtShapeInferContext* context, size_t index, ONNXTensorEleme
 OrtCustomOp EmptyCustomOp();
 
 const OrtCustomOp* BeginOp();
-const OrtCustomOp* SdpaOp(ONNXTensorElementDataType type);
+// One for each element type and provider: the CPU's and ours.
+std::vector<const OrtCustomOp*> SdpaOps();
+// All of them, in one domain that every session shares and none releases.
+OrtCustomOpDomain* Domain();
 
 template <typename Body>
 OrtStatus* Guard(Body body) {

@@ -5,6 +5,7 @@
 #include <sstream>
 
 #include "api.h"
+#include "execution.h"
 #include "kvfuse/error.h"
 #include "kvfuse/sequence.h"
 
@@ -27,6 +28,7 @@ class BeginKernel {
     uniform_ = uniform == 1;
     const std::string token = ConfigEntry(info, "kvfuse.session");
     if (!token.empty()) SequenceTable::Global().Publish(token, rows_);
+    execution_ = FindExecution(Logger(info));
   }
 
   ~BeginKernel() {
@@ -90,6 +92,7 @@ class BeginKernel {
       }
       table.Grow(*rows_, b + 1);
       sequences.push_back(table.Find((*rows_)[b]));
+      if (execution_ != nullptr) execution_->Own(sequences.back());
     }
     return sequences;
   }
@@ -121,6 +124,7 @@ class BeginKernel {
   }
 
   std::shared_ptr<std::vector<int64_t>> rows_;  // handles of the session's own sequences
+  std::shared_ptr<Execution> execution_;        // null when the session has no provider of ours
   std::string fingerprint_;
   std::vector<std::string> layers_;
   bool uniform_ = true;

@@ -4,18 +4,22 @@
 #include "kvfuse/error.h"
 #include "kvfuse/export.h"
 
+namespace kvfuse {
+
+OrtCustomOpDomain* Domain() {
+  static OrtCustomOpDomain* const domain = [] {
+    OrtCustomOpDomain* made = nullptr;
+    Check(Api().CreateCustomOpDomain(kDomain, &made));
+    Check(Api().CustomOpDomain_Add(made, BeginOp()));
+    for (const OrtCustomOp* op : SdpaOps()) Check(Api().CustomOpDomain_Add(made, op));
+    return made;
+  }();
+  return domain;
+}
+
+}  // namespace kvfuse
+
 extern "C" KVFUSE_EXPORT OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
   if (OrtStatus* status = kvfuse::NegotiateApi(base)) return status;
-  return kvfuse::Guard([&] {
-    // Ops and domain are shared by all sessions; onnxruntime copies neither and releases neither.
-    static OrtCustomOpDomain* const domain = [] {
-      OrtCustomOpDomain* made = nullptr;
-      kvfuse::Check(kvfuse::Api().CreateCustomOpDomain(kvfuse::kDomain, &made));
-      kvfuse::Check(kvfuse::Api().CustomOpDomain_Add(made, kvfuse::BeginOp()));
-      for (auto type : {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16})
-        kvfuse::Check(kvfuse::Api().CustomOpDomain_Add(made, kvfuse::SdpaOp(type)));
-      return made;
-    }();
-    kvfuse::Check(kvfuse::Api().AddCustomOpDomain(options, domain));
-  });
+  return kvfuse::Guard([&] { kvfuse::Check(kvfuse::Api().AddCustomOpDomain(options, kvfuse::Domain())); });
 }

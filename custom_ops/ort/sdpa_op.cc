@@ -1,14 +1,18 @@
 // kvfuse::QuantizedKvSdpa: appends this step's keys and values to the layer's cache and attends over it.
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <sstream>
 
 #include "api.h"
+#include "execution.h"
 #include "kvfuse/error.h"
 #include "kvfuse/half.h"
 #include "kvfuse/sequence.h"
+#include "kvfuse/warnings.h"
 #include "profile.h"
 #include "sdpa_attributes.h"
 
@@ -138,7 +142,14 @@ void ParallelFor(OrtKernelContext* context, size_t count, const Task& task) {
 
 class SdpaKernel {
  public:
-  explicit SdpaKernel(const OrtKernelInfo* info) : attributes_(ReadSdpaAttributes(info)) {}
+  // On the CPU, or on the device of the session's provider.
+  SdpaKernel(const OrtKernelInfo* info, bool on_device)
+      : attributes_(ReadSdpaAttributes(info)), session_(ConfigEntry(info, "kvfuse.session")) {
+    execution_ = FindExecution(Logger(info));
+    if (!on_device) return;
+    if (execution_ == nullptr) Fail(attributes_.where, " expected a session of ", kProviderName, "; found another");
+    device_ = &execution_->caches();
+  }
 
   void Compute(OrtKernelContext* context) {
     const profile::Timed timed(profile::kCall);
@@ -175,17 +186,36 @@ class SdpaKernel {
     step.softcap = attributes_.softcap;
     step.causal = attributes_.causal;
     step.head_sink = head_sink.data;
+    step.guard = attributes_.guard;
 
     Prepare(rows, key.data, value.data, dims);
     Run(context, rows, step, query.data, bias, padding, dims);
     if (half)  // a quantized value may pass the largest half, which its original did not
       for (size_t i = 0; i < wide.size(); ++i) output.data<uint16_t>()[i] = FloatToHalfSaturated(wide[i]);
+    if (attributes_.guard && !warned_) Warn(context, rows);
     for (Row& row : rows) row.cache->Commit();
     for (Row& row : rows) row.lock.unlock();  // all of them first: a sequence's mutex comes before its layers'
     for (Row& row : rows) row.sequence->FinishLayer(row.run);
   }
 
  private:
+  // Once for each layer and session: a format that does not do for this layer's keys.
+  void Warn(OrtKernelContext* context, const std::vector<Row>& rows) {
+    for (const Row& row : rows) {
+      const double error = row.cache->key_error();
+      if (!(error > kKeyErrorLimit) || warned_.exchange(true)) continue;
+      const int bits = attributes_.format.key.bits;
+      std::ostringstream text;
+      text.precision(2);
+      text << attributes_.where << " expected low-bit keys to change the attention's output by at most "
+           << kKeyErrorLimit << " of its size; found " << error << " with " << bits << "-bit keys: "
+           << (bits < 8 ? "rewrite this layer with key_bits 8 (kvfuse rewrite --format auto does)"
+                        : "rewrite this layer with key_bits 16");
+      Warnings::Global().Add(session_, text.str());
+      LogWarning(context, text.str());
+    }
+  }
+
   Dims CheckDims(const Tensor* inputs) const {
     const std::string& where = attributes_.where;
     const char* names[] = {"query", "key", "value"};
@@ -226,7 +256,7 @@ class SdpaKernel {
           Fail(attributes_.where, " expected each sequence in one row of the batch; found sequence ", slot[0],
                " twice");
       rows[b].sequence->CheckLayer(rows[b].run, attributes_.layer, format, rows[b].past + dims.sequence_length,
-                                   dims.sequence_length);
+                                   dims.sequence_length, *device_);
     }
     return rows;
   }
@@ -241,10 +271,14 @@ class SdpaKernel {
     private_.resize(dims.batch);
     std::vector<Row> rows(dims.batch);
     for (int64_t b = 0; b < dims.batch; ++b) {
-      if (private_[b] == nullptr) private_[b] = std::make_shared<Sequence>(0);
-      private_[b]->CheckLayer(0, attributes_.layer, format, 0, 0);
+      if (private_[b] == nullptr) {
+        private_[b] = std::make_shared<Sequence>(0);
+        if (execution_ != nullptr) execution_->Own(private_[b]);
+      }
       rows[b].sequence = private_[b];
-      rows[b].cache = private_[b]->StartLayer(0, attributes_.layer, format, CpuDevice());
+      rows[b].run = private_[b]->run();
+      private_[b]->CheckLayer(rows[b].run, attributes_.layer, format, 0, 0, *device_);
+      rows[b].cache = private_[b]->StartLayer(rows[b].run, attributes_.layer, format, *device_);
       rows[b].lock = std::unique_lock<std::mutex>(rows[b].cache->mutex);
       rows[b].past = rows[b].cache->length();
     }
@@ -252,7 +286,7 @@ class SdpaKernel {
   }
 
   void StartRows(std::vector<Row>& rows, const CacheFormat& format) const {
-    for (Row& row : rows) row.cache = row.sequence->StartLayer(row.run, attributes_.layer, format, CpuDevice());
+    for (Row& row : rows) row.cache = row.sequence->StartLayer(row.run, attributes_.layer, format, *device_);
     // Locked in the order of handles, so that two batches with the same sequences cannot wait for each other.
     std::vector<Row*> order;
     for (Row& row : rows) order.push_back(&row);
@@ -305,6 +339,10 @@ class SdpaKernel {
   }
 
   const SdpaAttributes attributes_;
+  const std::string session_;  // the token of kvfuse's own sessions
+  std::atomic<bool> warned_{false};
+  std::shared_ptr<Execution> execution_;  // null when the session has no provider of ours
+  CacheDevice* device_ = &CpuDevice();
   std::mutex private_mutex_;
   std::vector<std::shared_ptr<Sequence>> private_;
 };
@@ -339,9 +377,10 @@ OrtStatus* InferShapes(const OrtCustomOp*, OrtShapeInferContext* context) {
   });
 }
 
-template <ONNXTensorElementDataType kType>
+template <ONNXTensorElementDataType kType, bool kOnDevice>
 OrtCustomOp MakeOp() {
   OrtCustomOp op = EmptyCustomOp();
+  if (kOnDevice) op.GetExecutionProviderType = [](const OrtCustomOp*) { return kProviderName; };
   op.GetName = [](const OrtCustomOp*) { return "QuantizedKvSdpa"; };
   op.GetInputTypeCount = [](const OrtCustomOp*) -> size_t { return kInputCount; };
   op.GetInputType = [](const OrtCustomOp*, size_t index) {
@@ -355,7 +394,7 @@ OrtCustomOp MakeOp() {
   op.GetOutputType = [](const OrtCustomOp*, size_t) { return kType; };
   op.GetOutputCharacteristic = [](const OrtCustomOp*, size_t) { return INPUT_OUTPUT_REQUIRED; };
   op.CreateKernelV2 = [](const OrtCustomOp*, const OrtApi*, const OrtKernelInfo* info, void** kernel) {
-    return Guard([&] { *kernel = new SdpaKernel(info); });
+    return Guard([&] { *kernel = new SdpaKernel(info, kOnDevice); });
   };
   op.KernelComputeV2 = [](void* kernel, OrtKernelContext* context) {
     return Guard([&] { static_cast<SdpaKernel*>(kernel)->Compute(context); });
@@ -367,10 +406,13 @@ OrtCustomOp MakeOp() {
 
 }  // namespace
 
-const OrtCustomOp* SdpaOp(ONNXTensorElementDataType type) {
-  static const OrtCustomOp single = MakeOp<ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT>();
-  static const OrtCustomOp half = MakeOp<ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16>();
-  return type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16 ? &half : &single;
+std::vector<const OrtCustomOp*> SdpaOps() {
+  static const OrtCustomOp ops[] = {
+      MakeOp<ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, false>(), MakeOp<ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16, false>(),
+      MakeOp<ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, true>(), MakeOp<ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16, true>()};
+  std::vector<const OrtCustomOp*> pointers;
+  for (const OrtCustomOp& op : ops) pointers.push_back(&op);
+  return pointers;
 }
 
 }  // namespace kvfuse

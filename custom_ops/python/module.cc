@@ -9,21 +9,17 @@
 #include "kvfuse/page.h"
 #include "kvfuse/registration.h"
 #include "kvfuse/sequence.h"
+#include "kvfuse/warnings.h"
 #include "profile.h"
+#include "python/arrays.h"
+#include "python/device_cache_module.h"
+#include "python/device_module.h"
 
 namespace py = pybind11;
 using kvfuse::SequenceTable;
 using FloatArray = py::array_t<float, py::array::c_style | py::array::forcecast>;
 
 namespace {
-
-template <typename T>
-py::array_t<T> Array(const std::vector<T>& values, std::vector<py::ssize_t> shape) {
-  py::array_t<T> array(shape);
-  if (array.size() != static_cast<py::ssize_t>(values.size())) throw kvfuse::Error("[native] expected matching sizes");
-  std::copy(values.begin(), values.end(), array.mutable_data());
-  return array;
-}
 
 FloatArray Rotate(const FloatArray& rows) {
   FloatArray result(std::vector<py::ssize_t>(rows.shape(), rows.shape() + rows.ndim()));
@@ -76,27 +72,7 @@ py::dict DumpLayer(int64_t id, const std::string& layer) {
     SequenceTable::Global().Find(id)->ReadLayer(layer,
                                                 [&](const kvfuse::LayerCache& cache) { shot = cache.Snapshot(); });
   }
-  const kvfuse::CacheFormat& f = shot.format;
-  const py::ssize_t heads = f.kv_num_heads, encoded = shot.encoded_end - shot.begin;
-  const py::ssize_t exact = shot.length - shot.exact_begin, sinks = std::min(f.n_sink, shot.length);
-  py::dict out;
-  out["length"] = shot.length;
-  out["begin"] = shot.begin;
-  out["encoded_end"] = shot.encoded_end;
-  out["exact_begin"] = shot.exact_begin;
-  out["key_codes"] = Array(shot.key_codes, {heads, encoded, f.key.code_bytes()});
-  out["value_codes"] = Array(shot.value_codes, {heads, encoded, f.value.code_bytes()});
-  out["key_scales"] = Array(shot.key_scales, {heads, encoded, f.key.groups()});
-  out["value_scales"] = Array(shot.value_scales, {heads, encoded, f.value.groups()});
-  if (f.centered()) {
-    const py::ssize_t blocks = static_cast<py::ssize_t>(shot.key_means.size()) / (heads * f.key.dim);
-    out["key_means"] = Array(shot.key_means, {heads, blocks, f.key.dim});
-  }
-  out["exact_key"] = Array(shot.exact_key, {heads, exact, f.key.dim});
-  out["exact_value"] = Array(shot.exact_value, {heads, exact, f.value.dim});
-  out["sink_key"] = Array(shot.sink_key, {heads, sinks, f.key.dim});
-  out["sink_value"] = Array(shot.sink_value, {heads, sinks, f.value.dim});
-  return out;
+  return SnapshotDict(shot);
 }
 
 // (key, value), f32 [kv_num_heads, count, dim] each: the first `count` tokens of a layer as floats.
@@ -142,6 +118,8 @@ py::object DefaultSequences(const std::string& token, size_t count) {
 }  // namespace
 
 PYBIND11_MODULE(_native, m) {
+  AddDevices(m);
+  AddDeviceCaches(m);
   py::register_exception_translator([](std::exception_ptr error) {
     try {
       if (error) std::rethrow_exception(error);
@@ -160,6 +138,8 @@ PYBIND11_MODULE(_native, m) {
   m.def("sequence_length", [find](int64_t id) { return find(id)->Length(); }, unlocked);
   m.def("sequence_exact_begin", [find](int64_t id) { return find(id)->ExactBegin(); }, unlocked);
   m.def("sequence_nbytes", [find](int64_t id) { return find(id)->Bytes(); }, unlocked);
+  m.def("sequence_key_errors", [find](int64_t id) { return find(id)->KeyErrors(); }, unlocked);
+  m.def("take_warnings", [](const std::string& session) { return kvfuse::Warnings::Global().Take(session); });
   m.def("fork_sequence", [](int64_t id) { return SequenceTable::Global().Fork(id)->id(); }, unlocked);
   m.def(
       "reorder_sequences",

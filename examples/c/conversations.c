@@ -1,7 +1,8 @@
 /* Several conversations with one rewritten decoder, through onnxruntime's C API and kvfuse's.
  *
- *   conversations MODEL.onnx LIBKVFUSE_OPS
+ *   conversations MODEL.onnx LIBKVFUSE_OPS [DEVICE]
  *
+ * With a device ("metal", "cuda" or "emulated") the caches live there, through kvfuse's execution provider.
  * Two conversations by handle, a fork that goes another way, a freeze and an unfreeze, and a rollback; each is checked
  * against what must come out. Exit code 0: all of it did.
  */
@@ -98,11 +99,28 @@ static int64_t length_of(int64_t handle) {
   return length;
 }
 
-static void open_decoder(Decoder* decoder, OrtEnv* env, const char* model, const char* library) {
+/* Adds kvfuse's execution provider, which brings the ops as well. */
+static void add_device(OrtSessionOptions* options, OrtEnv* env, const char* library, const char* device) {
+  const OrtEpDevice* const* found = NULL;
+  const OrtEpDevice* ours = NULL;
+  const char *const keys[] = {"device"}, *const values[] = {device};
+  size_t count = 0;
+  check_ort(ort->RegisterExecutionProviderLibrary(env, "kvfuse", library));
+  check_ort(ort->GetEpDevices(env, &found, &count));
+  for (size_t i = 0; i < count; ++i)
+    if (strcmp(ort->EpDevice_EpName(found[i]), "KvfuseExecutionProvider") == 0) ours = found[i];
+  if (ours == NULL) fail("expected a device of KvfuseExecutionProvider");
+  check_ort(ort->SessionOptionsAppendExecutionProvider_V2(options, env, &ours, 1, keys, values, 1));
+}
+
+static void open_decoder(Decoder* decoder, OrtEnv* env, const char* model, const char* library, const char* device) {
   OrtSessionOptions* options = NULL;
   check_ort(ort->CreateSessionOptions(&options));
   check_ort(ort->SetSessionLogSeverityLevel(options, 3)); /* kv_sequence can be overridden, and should be */
-  check_ort(ort->RegisterCustomOpsLibrary_V2(options, library));
+  if (device == NULL)
+    check_ort(ort->RegisterCustomOpsLibrary_V2(options, library));
+  else
+    add_device(options, env, library, device);
   check_ort(ort->CreateSession(env, model, options, &decoder->session));
   ort->ReleaseSessionOptions(options);
   check_ort(ort->CreateCpuMemoryInfo(OrtArenaAllocator, OrtMemTypeDefault, &decoder->memory));
@@ -179,7 +197,7 @@ static void converse(Decoder* decoder) {
 }
 
 int main(int argc, char** argv) {
-  if (argc != 3) fail("usage: conversations MODEL.onnx LIBKVFUSE_OPS");
+  if (argc != 3 && argc != 4) fail("usage: conversations MODEL.onnx LIBKVFUSE_OPS [DEVICE]");
   ort = OrtGetApiBase()->GetApi(24); /* 1.24, the oldest onnxruntime that kvfuse takes */
   if (ort == NULL) fail("expected onnxruntime 1.24 or newer");
   printf("kvfuse %s, C API %u, onnxruntime %s\n", kvfuse_version(), (unsigned)kvfuse_api_version(),
@@ -187,7 +205,7 @@ int main(int argc, char** argv) {
   OrtEnv* env = NULL;
   Decoder decoder = {NULL, NULL, 0, NULL};
   check_ort(ort->CreateEnv(ORT_LOGGING_LEVEL_WARNING, "conversations", &env));
-  open_decoder(&decoder, env, argv[1], argv[2]);
+  open_decoder(&decoder, env, argv[1], argv[2], argc == 4 ? argv[3] : NULL);
   converse(&decoder);
   free(decoder.logits);
   ort->ReleaseMemoryInfo(decoder.memory);

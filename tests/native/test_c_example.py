@@ -14,9 +14,13 @@ HEADERS = ROOT / "build" / "onnxruntime-headers"
 @pytest.mark.skipif(shutil.which("make") is None or shutil.which("cc") is None, reason="needs make and cc")
 @pytest.mark.skipif(sys.platform != "linux", reason="the example's Makefile knows the names of Linux")
 @pytest.mark.skipif(not HEADERS.is_dir(), reason="needs build/onnxruntime-headers")
-def test_c_example(tmp_path):
+@pytest.mark.parametrize("device", ["", "emulated"])
+def test_c_example(tmp_path, device):
     result = subprocess.run(
-        ["make", "-C", str(ROOT / "examples" / "c"), "run", f"PYTHON={sys.executable}", f"BUILD={tmp_path}"],
+        [
+            *("make", "-C", str(ROOT / "examples" / "c"), "run"),
+            *(f"PYTHON={sys.executable}", f"BUILD={tmp_path}", f"DEVICE={device}"),
+        ],
         capture_output=True,
         text=True,
         check=False,

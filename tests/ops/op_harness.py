@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,29 +11,49 @@ from typing import Any
 
 import numpy as np
 import onnxruntime
+import pytest
 from numpy.typing import NDArray
 from op_graph import Graph, build_model
 from reference import OpConfig, attend, canonical_state
 
 from kvfuse import _native, library_path
+from kvfuse.provider import add_device
 
 Array = NDArray[Any]
+
+# Where the sessions of this module keep their caches: the CPU, or a device of the execution provider, so that
+# any test here also tests that device.
+DEVICE = os.environ.get("KVFUSE_TEST_DEVICE", "cpu")
+VARIANT = os.environ.get("KVFUSE_TEST_VARIANT")  # of the device's kernels; None: its default
+# What counts bytes is of the CPU: a device's are not the process's, and pad rows to 16 bytes.
+only_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="counts the bytes of the CPU's layout")
 _tokens = itertools.count()
 
 
 class OpSession:
     """One onnxruntime session of a test model."""
 
-    def __init__(self, graph: Graph | OpConfig, *, threads: int = 1) -> None:
+    def __init__(
+        self,
+        graph: Graph | OpConfig,
+        *,
+        threads: int = 1,
+        device: str | None = None,
+        variant: str | None = None,
+    ) -> None:
         self.graph = Graph((graph,)) if isinstance(graph, OpConfig) else graph
         self.token = f"test-{next(_tokens)}"
         options = onnxruntime.SessionOptions()
-        options.register_custom_ops_library(library_path())
+        device = device or DEVICE
+        if device == "cpu":
+            options.register_custom_ops_library(library_path())
+        add_device(options, device, None if device == "cpu" else variant or VARIANT)
         options.add_session_config_entry("kvfuse.session", self.token)
         options.intra_op_num_threads = threads
         options.log_severity_level = 4  # the errors asked for here are checked, not read
         model = build_model(self.graph).SerializeToString()
-        self.session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        providers = ["CPUExecutionProvider"] if device == "cpu" else None
+        self.session = onnxruntime.InferenceSession(model, options, providers, enable_fallback=0)
 
     def run_all(
         self, query: Array, key: Array, value: Array, run_options: Any = None, **feeds: Any

@@ -101,7 +101,7 @@ def test_attributes_survive_optimizing_and_saving(tmp_path: Path, slots: bool) -
     query, key, value = history.part(0, 7)
     session = session_of(saved)
     (output,) = session.run(["output_0"], {"query": query, "key": key, "value": value})
-    np.testing.assert_array_equal(output, OpSession(graph).run(*history.part(0, 7)))
+    np.testing.assert_array_equal(output, OpSession(graph, device="cpu").run(*history.part(0, 7)))
 
 
 def test_inside_a_branch() -> None:

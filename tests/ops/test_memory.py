@@ -1,9 +1,15 @@
 """Resident bytes follow the specification's formula; windows free what nobody can see any more."""
 
+import ctypes
+import gc
+import os
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
-from op_harness import OpSession, feed, random_history, sequences
+from op_graph import Graph
+from op_harness import OpSession, feed, only_cpu, random_history, sequences
 from reference import OpConfig
 from reference.cache import bytes_per_token
 
@@ -95,3 +101,61 @@ def test_new_sequence_holds_nothing() -> None:
     with sequences(1) as handles:
         assert sum(_native.sequence_nbytes(handles[0]).values()) == 0
         assert _native.sequence_length(handles[0]) == 0
+
+
+LENGTHS = (1024, 8192, 131072)
+CHUNK = 8192
+
+
+def fill_unattended(session: OpSession, begin: int, end: int, dim: int) -> None:
+    """Appends random tokens of one kv head, [begin, end); all keys are padding, so nothing attends."""
+    random = np.random.default_rng(begin)
+    while begin < end:
+        count = min(CHUNK, end - begin)
+        rows = random.standard_normal((1, 1, count, dim), dtype=np.float32)
+        session.run(rows, rows, rows, key_padding=np.zeros((1, begin + count), np.int64))
+        begin += count
+
+
+@only_cpu
+@pytest.mark.parametrize("name", ["default", "preset"])
+def test_total_is_the_formula_from_1k_to_128k_tokens(name: str) -> None:
+    """Low-bit tokens take the formula's bytes to 2 %; what is exact stays the same however long the cache."""
+    config, dim = FORMATS[name], 16
+    session = OpSession(Graph((config,), optional=("key_padding",)))
+    # At most the window, the block that leaves it next, 32 tokens of slack, a page of 16 begun; and sinks.
+    window = config.n_recent + config.block + 32 + 16 if config.block > 1 else 0
+    exact = (window + config.n_sink) * 2 * dim * 4
+    begin = 0
+    for length in LENGTHS:
+        fill_unattended(session, begin, length, dim)
+        begin = length
+        low_bit = length * bytes_per_token(config, 1, dim, dim)
+        assert 0.98 * low_bit <= nbytes(session) <= 1.02 * low_bit + exact
+
+
+def private_bytes() -> int:
+    """Private resident memory of this process, after freed memory went back to the system."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("Private_Dirty:")).split()[1]) * 1024
+
+
+@only_cpu
+@pytest.mark.skipif(
+    not Path("/proc/self/smaps_rollup").exists() or "KVFUSE_SANITIZER" in os.environ,
+    reason="reads /proc, which a sanitizer fills",
+)
+@pytest.mark.parametrize("name", ["default", "preset"])
+def test_no_float_copy_is_hidden_beside_the_cache(name: str) -> None:
+    """The process grows by what the library says it holds, not by the 8 times larger floats."""
+    config, dim, length = FORMATS[name], 64, 131072
+    session = OpSession(Graph((config,), optional=("key_padding",)))
+    fill_unattended(session, 0, 2 * CHUNK, dim)  # so that onnxruntime's buffers for a chunk are there
+    before, held_before = private_bytes(), nbytes(session)
+    fill_unattended(session, 2 * CHUNK, length, dim)
+    grown, held = private_bytes() - before, nbytes(session) - held_before
+    # 7 MiB are added, 56 MiB as floats; the mask of 128 K tokens is 1 MiB in its longest copies.
+    assert held <= grown + (1 << 20)
+    assert grown <= held + (4 << 20)

@@ -6,16 +6,20 @@ import pytest
 import kvfuse
 
 SURFACE = {
+    "DeviceError",
+    "DeviceInfo",
     "InferenceSession",
     "KVFuseError",
     "KvSequence",
     "LibraryError",
     "ModelError",
     "OptionError",
+    "PrecisionWarning",
     "RefusedError",
     "RewriteReport",
     "SequenceError",
     "__version__",
+    "devices",
     "diff",
     "inspect",
     "library_path",
@@ -37,7 +41,7 @@ def test_the_public_surface_is_exactly_this():
 
 def test_every_error_is_a_kvfuse_error():
     errors = [name for name in SURFACE if name.endswith("Error")]
-    assert len(errors) == 6
+    assert len(errors) == 7
     assert all(issubclass(getattr(kvfuse, name), kvfuse.KVFuseError) for name in errors)
 
 

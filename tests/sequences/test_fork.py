@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from op_harness import OpSession, random_history, sequences
+from op_harness import OpSession, only_cpu, random_history, sequences
 from reference import OpConfig
 from tiny_feeds import logits
 from token_model import FORMATS, VOCABULARY, check_outputs, check_state, fresh_state, run, two_layers
@@ -49,6 +49,7 @@ def test_forking_nothing_gives_nothing() -> None:
         assert (len(source), len(fork)) == (0, 2)
 
 
+@only_cpu
 def test_a_hundred_conversations_share_one_prompt() -> None:
     """A fork takes no page; going on takes at most the pages that one token touches."""
     history = random_history(1, 1101, num_heads=2, kv_heads=2, head_dim=64)

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from onnxruntime.capi.onnxruntime_pybind11_state import RuntimeException
-from op_harness import OpSession, assert_close, random_history, sequences
+from op_harness import OpSession, assert_close, only_cpu, random_history, sequences
 from reference import OpConfig, attend
 from tiny_feeds import logits
 from token_model import FORMATS, check_state, run, two_layers
@@ -127,6 +127,7 @@ def test_limits_of_a_session_are_sequence_errors(decoder) -> None:
         assert len(sequence) == 0
 
 
+@only_cpu
 @pytest.mark.parametrize("name", FORMATS)
 def test_limit_of_the_process(name: str, no_memory_limit: None) -> None:
     """Every limit refuses in some layer or holds; what is refused is retried when others have gone."""
@@ -236,6 +237,7 @@ def test_ten_thousand_rounds_leave_nothing() -> None:
 
 
 @resident_is_ours
+@only_cpu
 def test_destroyed_handles_return_their_memory() -> None:
     """malloc_trim hands to the system what the library has freed; what it still held would stay."""
     session = OpSession(OpConfig(n_recent=10_000))

@@ -38,7 +38,7 @@ struct AttendArgs {
   CacheView cache;
   int kv_head = 0;
   int64_t query_begin = 0, query_end = 0;
-  int64_t key_begin = 0, key_end = INT64_MAX;  // multiples of kPageTokens, or beyond all keys
+  int64_t key_begin = 0, key_end = INT64_MAX;  // multiples of 256, or beyond all keys
   float* partials = nullptr;  // where the softmax over those keys goes, query by query; null: into the output
 };
 
@@ -67,6 +67,8 @@ struct KernelChoice {
 // Throws Error when KVFUSE_KERNEL names none.
 KVFUSE_EXPORT const KernelTable& Kernels();
 KVFUSE_EXPORT std::vector<KernelChoice> KernelChoices();
+// The table of that name; null when there is none or this machine cannot run it.
+KVFUSE_EXPORT const KernelTable* FindKernel(const std::string& name);
 
 // Whether softmax weights multiply low-bit values in f32 rather than as 16-bit integers: KVFUSE_WEIGHTS=exact, or as
 // set here. Slower; see tile_attend.h for what the integers cost in accuracy.

@@ -25,13 +25,19 @@ class KVFUSE_EXPORT Sequence {
   explicit Sequence(int64_t id) : id_(id) {}
 
   int64_t id() const { return id_; }
+  // The number of the present run: the only one that layers take part in.
+  int64_t run() const { return run_.load(); }
 
   // Smallest committed length over the layers of the bound model; 0 before the first run.
   int64_t Length();
   // First position whose exact rows are still held in every layer.
   int64_t ExactBegin();
   std::map<std::string, int64_t> Bytes();
+  // See LayerCache::key_error.
+  std::map<std::string, double> KeyErrors();
   void Truncate(int64_t length);
+  // Throws Error when a sliding window has freed what a truncation to `length` needs.
+  void CheckTruncate(int64_t length);
   void Reset() { Truncate(0); }
   // -1 for none; checked before a run's layer appends.
   void SetLimits(int64_t max_tokens, int64_t max_bytes);
@@ -54,7 +60,8 @@ class KVFUSE_EXPORT Sequence {
   // For each layer of that run: CheckLayer throws Error when the layer cannot join the run; StartLayer drops what
   // the run starts without, once, and returns the layer's cache on that device: made there on first use, moved there
   // when it lives on another.
-  void CheckLayer(int64_t run, const std::string& layer, const CacheFormat& format, int64_t total, int64_t count);
+  void CheckLayer(int64_t run, const std::string& layer, const CacheFormat& format, int64_t total, int64_t count,
+                  CacheDevice& device);
   std::shared_ptr<LayerCache> StartLayer(int64_t run, const std::string& layer, const CacheFormat& format,
                                          CacheDevice& device);
   // After a layer's commit, its mutex released: once all layers of the run have come here, they are settled.
@@ -65,7 +72,7 @@ class KVFUSE_EXPORT Sequence {
  private:
   std::vector<LayerCache*> Layers();
   bool Bound(const std::string& fingerprint, const std::vector<std::string>& layers) const;
-  void CheckBytes(const std::string& layer, const CacheFormat& format, int64_t count);
+  void CheckBytes(const std::string& layer, const CacheFormat& format, int64_t count, CacheDevice& device);
   int64_t LengthLocked();
   void TruncateLocked(int64_t length);
 

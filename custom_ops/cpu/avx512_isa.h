@@ -1,8 +1,9 @@
-// AVX-512 with VNNI: vpdpbusd on lines of 16 tokens (keys) or 16 channels (values). Only dispatch.cc may call it.
+// The inner loops of tile_attend.h for AVX-512 with VNNI: vpdpbusd on lines of 16 tokens (keys) or 16 channels
+// (values). Only files whose tables dispatch.cc guards may include it.
 //
 // The instruction set is switched on for each function below and not for the file: with file-wide flags, inline
 // functions of shared headers would be compiled for it too, and the linker might keep those for everyone.
-#include "avx512_vnni.h"
+#pragma once
 
 #include <immintrin.h>
 
@@ -15,6 +16,8 @@ namespace kvfuse::avx512_vnni {
 namespace {
 
 using tiles::Planes;
+
+constexpr int kLines = kPageTokens / 16;  // of a tile, 16 tokens each
 
 // The first `count` of 16 lanes.
 KVFUSE_AVX512_INLINE __mmask16 First(int count) {
@@ -43,12 +46,6 @@ KVFUSE_AVX512_INLINE __m512 Scales16(const SideFormat& side, const uint8_t* byte
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
 }
 
-// Zero for tokens that `mask` does not name: theirs may be NaN.
-KVFUSE_AVX512_INLINE __m512 SeenScales16(const SideFormat& side, const uint8_t* bytes, int group, int line,
-                                         uint64_t mask) {
-  return _mm512_maskz_mov_ps(static_cast<__mmask16>(mask >> (16 * line)), Scales16(side, bytes, group, 16 * line));
-}
-
 // exp(x) for x <= 0, NaN for NaN: 2^floor(t) * p(t - floor(t)) with t = x log2(e); p is the polynomial of degree 6 with
 // the least relative error over [0, 1) (8e-9 with its coefficients in f32), t rounds by |t| 2^-24. Below -104 the
 // result is 0 in f32.
@@ -75,26 +72,27 @@ KVFUSE_AVX512_INLINE __m512 Tanh16(__m512 x) {
   return _mm512_mask_mul_ps(signed_far, small, near, x);
 }
 
-// sum over groups of s_k * (int32 dot) for the 64 tokens of a tile. Codes are stored with an offset o (8 or 128), so
-// dot = sum u * q - o * sum q.
+// scores[i * kSpanTokens + t] = sum over groups of s_k * (int32 dot), for the 64 tokens of a tile. Codes are stored
+// with an offset o (8 or 128), so dot = sum u * q - o * sum q.
 template <int N, int kBits>
 KVFUSE_AVX512 void KeyScoresOf(const SideFormat& side, const uint8_t* bytes, const int8_t* const* codes,
                                const int32_t* const* code_sums, float* scores, const uint8_t* next) {
-  constexpr int kLines = kPageTokens / 16, kOffset = kBits == 4 ? 8 : 128, kChannels = kBits == 4 ? 8 : 4;
+  constexpr int kOffset = kBits == 4 ? 8 : 128, kChannels = kBits == 4 ? 8 : 4;
   const __m512i nibbles = _mm512_set1_epi8(15);
   const uint8_t* line = bytes;
+  const int64_t ahead = next - bytes;
+  __m512 totals[N][kLines];
   for (int g = 0; g < side.groups(); ++g) {
     const int first = g * side.group_width(), last = std::min(side.dim, first + side.group_width());
     __m512i dots[N][kLines];
     for (int i = 0; i < N; ++i)
       for (int l = 0; l < kLines; ++l) dots[i][l] = _mm512_set1_epi32(-kOffset * code_sums[i][g]);
     for (int c = first; c < last; c += kChannels, line += 64 * kLines) {
-      const char* ahead = reinterpret_cast<const char*>(next + (line - bytes));
       __m512i q[N], r[N];
       for (int i = 0; i < N; ++i) q[i] = Broadcast4(codes[i] + c);
       for (int i = 0; i < N && kBits == 4; ++i) r[i] = Broadcast4(codes[i] + c + 4);
       for (int l = 0; l < kLines; ++l) {
-        _mm_prefetch(ahead + 64 * l, _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(line + ahead + 64 * l), _MM_HINT_T0);
         const __m512i u = _mm512_load_si512(line + 64 * l);
         if (kBits == 4) {
           const __m512i low = _mm512_and_si512(u, nibbles);
@@ -109,52 +107,55 @@ KVFUSE_AVX512 void KeyScoresOf(const SideFormat& side, const uint8_t* bytes, con
     for (int l = 0; l < kLines; ++l) {
       const __m512 scales = Scales16(side, bytes, g, 16 * l);
       for (int i = 0; i < N; ++i) {
-        float* at = scores + i * kPageTokens + 16 * l;
         const __m512 score = _mm512_mul_ps(scales, _mm512_cvtepi32_ps(dots[i][l]));
-        _mm512_store_ps(at, g == 0 ? score : _mm512_add_ps(_mm512_load_ps(at), score));
+        totals[i][l] = g == 0 ? score : _mm512_add_ps(totals[i][l], score);
       }
     }
   }
+  for (int i = 0; i < N; ++i)
+    for (int l = 0; l < kLines; ++l) _mm512_store_ps(scores + i * tiles::kSpanTokens + 16 * l, totals[i][l]);
 }
 
-// sum[c] += factor * (sum over tokens of (256 * high + low) * code) for the lines that hold tokens of `seen`.
+// sums[i][c] += factors[i] * (sum over tokens of (256 * high + low) * code) over the tiles that have bytes.
 template <int N, int kBits>
-KVFUSE_AVX512 void AddSplitValuesOf(const SideFormat& side, const uint8_t* bytes, uint64_t seen, const Planes* planes,
-                                    float* const* sums, const uint8_t* next) {
-  constexpr int kHalves = kBits == 4 ? 2 : 1, kOffset = kBits == 4 ? 8 : 128;
+KVFUSE_AVX512 void AddSplitValuesOf(const SideFormat& side, const tiles::SpanBytes& bytes, int tiles,
+                                    const Planes* planes, const float* factors, float* const* sums) {
+  constexpr int kHalves = kBits == 4 ? 2 : 1;
   const __m512i nibbles = _mm512_set1_epi8(15);
-  const int begin = __builtin_ctzll(seen) / 4, end = (63 - __builtin_clzll(seen)) / 4 + 1;
   for (int c = 0; c < side.dim;) {
     const tiles::ValueChunk chunk = tiles::ValueChunkAt(side, c);
     const Planes& plane = planes[c / side.group_width()];
     const __mmask16 lanes = First(chunk.lanes);
     const int64_t stride = 4 * chunk.lanes;
-    const uint8_t* line = bytes + chunk.offset + begin * stride;
-    const int8_t* words = plane.high + 4 * begin;
-    const int64_t ahead = next - bytes;
     __m512i high[N][kHalves], low[N][kHalves];
     for (int i = 0; i < N; ++i)
       for (int h = 0; h < kHalves; ++h) high[i][h] = low[i][h] = _mm512_setzero_si512();
-    for (int l = begin; l < end; ++l, line += stride, words += 4) {
-      _mm_prefetch(reinterpret_cast<const char*>(line + ahead), _MM_HINT_T0);
-      __m512i codes[2];
-      codes[0] = _mm512_maskz_loadu_epi32(lanes, line);
-      if (kBits == 4) {
-        codes[1] = _mm512_and_si512(_mm512_srli_epi16(codes[0], 4), nibbles);
-        codes[0] = _mm512_and_si512(codes[0], nibbles);
-      }
-      for (int i = 0; i < N; ++i) {
-        const __m512i h4 = Broadcast4(words + i * tiles::kPlaneStride);
-        const __m512i l4 = Broadcast4(words + i * tiles::kPlaneStride + kPageTokens);
-        for (int h = 0; h < kHalves; ++h) AddDot(high[i][h], codes[h], h4);
-        for (int h = 0; h < kHalves; ++h) AddDot(low[i][h], codes[h], l4);
+    for (int k = 0; k < tiles; ++k) {
+      if (bytes.tiles[k] == nullptr) continue;
+      const uint8_t* line = bytes.tiles[k] + chunk.offset;
+      const int64_t ahead = bytes.next[k] - bytes.tiles[k];
+      const int8_t* words = plane.high + k * kPageTokens;
+      for (const int8_t* end = words + kPageTokens; words < end; line += stride, words += 4) {
+        _mm_prefetch(reinterpret_cast<const char*>(line + ahead), _MM_HINT_T0);
+        __m512i codes[2];
+        codes[0] = _mm512_maskz_loadu_epi32(lanes, line);
+        if (kBits == 4) {
+          codes[1] = _mm512_and_si512(_mm512_srli_epi16(codes[0], 4), nibbles);
+          codes[0] = _mm512_and_si512(codes[0], nibbles);
+        }
+        for (int i = 0; i < N; ++i) {
+          const __m512i h4 = Broadcast4(words + i * tiles::kPlaneStride);
+          const __m512i l4 = Broadcast4(words + i * tiles::kPlaneStride + tiles::kSpanTokens);
+          for (int h = 0; h < kHalves; ++h) AddDot(high[i][h], codes[h], h4);
+          for (int h = 0; h < kHalves; ++h) AddDot(low[i][h], codes[h], l4);
+        }
       }
     }
     for (int i = 0; i < N; ++i) {
-      const __m512i offset = _mm512_set1_epi32(kOffset * plane.sums[i]);
-      const __m512 factor = _mm512_set1_ps(plane.factors[i]);
+      const __m512i offset = _mm512_slli_epi32(_mm512_set1_epi32(plane.sums[i]), kBits == 4 ? 3 : 7);  // times o
+      const __m512 factor = _mm512_set1_ps(factors[i]);
       for (int h = 0; h < kHalves; ++h) {
-        // at most 64 tokens * 32639 * 255 < 2^30
+        // In the end at most 256 tokens * 32640 * 128 < 2^31; what wraps on the way wraps back.
         const __m512i dot = _mm512_sub_epi32(_mm512_add_epi32(_mm512_slli_epi32(high[i][h], 8), low[i][h]), offset);
         float* at = sums[i] + c + h * chunk.lanes;
         const __m512 grown = _mm512_fmadd_ps(factor, _mm512_cvtepi32_ps(dot), _mm512_maskz_loadu_ps(lanes, at));
@@ -162,6 +163,81 @@ KVFUSE_AVX512 void AddSplitValuesOf(const SideFormat& side, const uint8_t* bytes
       }
     }
     c += chunk.width;
+  }
+}
+
+// The sums of the lanes of four vectors.
+KVFUSE_AVX512_INLINE __m128 Sums(__m512 a, __m512 b, __m512 c, __m512 d) {
+  const auto half = [](__m512 x) __attribute__((target("avx512f,avx512dq"), always_inline)) {
+    return _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+  };
+  const __m256 sums = _mm256_hadd_ps(_mm256_hadd_ps(half(a), half(b)), _mm256_hadd_ps(half(c), half(d)));
+  return _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1));
+}
+
+// Four rows at a time, so that each load serves N queries or four rows.
+template <int N, typename T>
+KVFUSE_AVX512 void DotBatchOf(const void* const* rows, uint64_t mask, const float* const* queries, int dim,
+                              float* const* dots) {
+  while (mask != 0) {
+    int tokens[4];
+    const T* row[4];
+    for (int j = 0; j < 4; ++j) {  // the last one again when fewer are left
+      tokens[j] = mask != 0 ? __builtin_ctzll(mask) : tokens[j - 1];
+      mask &= mask - 1;
+      row[j] = static_cast<const T*>(rows[tokens[j]]);
+    }
+    __m512 sums[N][4];
+    for (int i = 0; i < N; ++i)
+      for (int j = 0; j < 4; ++j) sums[i][j] = _mm512_setzero_ps();
+    for (int c = 0; c < dim; c += 16) {
+      const __mmask16 lanes = First(dim - c);
+      __m512 r[4];
+      for (int j = 0; j < 4; ++j) r[j] = Load(row[j] + c, lanes);
+      for (int i = 0; i < N; ++i) {
+        const __m512 q = Load(queries[i] + c, lanes);
+        for (int j = 0; j < 4; ++j) sums[i][j] = _mm512_fmadd_ps(q, r[j], sums[i][j]);
+      }
+    }
+    for (int i = 0; i < N; ++i) {
+      alignas(16) float four[4];
+      _mm_store_ps(four, Sums(sums[i][0], sums[i][1], sums[i][2], sums[i][3]));
+      for (int j = 0; j < 4; ++j) dots[i][tokens[j]] = four[j];
+    }
+  }
+}
+
+// 64 channels at a time, so that each load serves N queries. Each query adds up its own tokens in their order, whoever
+// else is here: a chunk of another size gives the same sums. (A weight of 0 would not do: the row may hold a NaN.)
+template <int N, typename T>
+KVFUSE_AVX512 void AddBatchOf(const void* const* rows, const uint64_t* masks, const float* const* weights,
+                              const float* factors, float* const* sums, int dim) {
+  uint64_t any = 0;
+  for (int i = 0; i < N; ++i) any |= masks[i];
+  for (int c = 0; c < dim; c += 64) {
+    __mmask16 lanes[4];
+    __m512 totals[N][4];
+    for (int j = 0; j < 4; ++j) {
+      lanes[j] = First(std::max(0, dim - c - 16 * j));
+      for (int i = 0; i < N; ++i) totals[i][j] = _mm512_setzero_ps();
+    }
+    for (uint64_t left = any; left != 0; left &= left - 1) {
+      const int t = __builtin_ctzll(left);
+      const T* row = static_cast<const T*>(rows[t]) + c;
+      __m512 r[4];
+      for (int j = 0; j < 4; ++j) r[j] = Load(row + 16 * j, lanes[j]);
+      for (int i = 0; i < N; ++i) {
+        const __m512 weight = _mm512_set1_ps(weights[i][t]);
+        const auto seen = static_cast<__mmask16>(-static_cast<int>(masks[i] >> t & 1));
+        for (int j = 0; j < 4; ++j) totals[i][j] = _mm512_mask3_fmadd_ps(weight, r[j], totals[i][j], seen);
+      }
+    }
+    for (int i = 0; i < N; ++i)
+      for (int j = 0; j < 4; ++j) {
+        float* at = sums[i] + c + 16 * j;
+        const __m512 grown = _mm512_fmadd_ps(_mm512_set1_ps(factors[i]), totals[i][j], Load(at, lanes[j]));
+        _mm512_mask_storeu_ps(at, lanes[j], grown);
+      }
   }
 }
 
@@ -289,6 +365,25 @@ struct Isa {
     }
   }
 
+  // dots[i][t] = row . queries[i]
+  template <typename T>
+  static void DotBatch(const void* const* rows, uint64_t mask, const float* const* queries, int n, int dim,
+                       float* const* dots) {
+    using Function = void (*)(const void* const*, uint64_t, const float* const*, int, float* const*);
+    static constexpr Function functions[] = {DotBatchOf<1, T>, DotBatchOf<2, T>, DotBatchOf<3, T>, DotBatchOf<4, T>};
+    functions[n - 1](rows, mask, queries, dim, dots);
+  }
+
+  // sums[i] += factors[i] * weights[i][t] * row for the rows of masks[i]
+  template <typename T>
+  static void AddBatch(const void* const* rows, const uint64_t* masks, const float* const* weights,
+                       const float* factors, int n, float* const* sums, int dim) {
+    using Function =
+        void (*)(const void* const*, const uint64_t*, const float* const*, const float*, float* const*, int);
+    static constexpr Function functions[] = {AddBatchOf<1, T>, AddBatchOf<2, T>, AddBatchOf<3, T>, AddBatchOf<4, T>};
+    functions[n - 1](rows, masks, weights, factors, sums, dim);
+  }
+
   // sum += factor * weights[t] * row for the rows of `mask`
   template <typename T>
   KVFUSE_AVX512 static void AddRows(const void* const* rows, uint64_t mask, const float* weights, float factor,
@@ -311,94 +406,132 @@ struct Isa {
     }
   }
 
-  KVFUSE_AVX512 static tiles::SoftmaxSums Softmax(const tiles::SoftmaxArgs& args, float* weights) {
-    constexpr int kLines = kPageTokens / 16;
-    const __m512 hidden = _mm512_set1_ps(kNegativeInfinity), scale = _mm512_set1_ps(args.scale);
-    const __m512 query_scale = _mm512_set1_ps(args.query_scale), cap = _mm512_set1_ps(args.softcap);
-    __m512 scores[kLines];
-    // Lanes that no mask names hold anything until they are hidden below.
-    for (int i = 0; i < kLines; ++i)
-      scores[i] = _mm512_mul_ps(scale, _mm512_mul_ps(query_scale, _mm512_load_ps(args.low + 16 * i)));
-    for (int i = 0; args.addend != nullptr && i < kLines; ++i)
-      scores[i] = _mm512_add_ps(scores[i], _mm512_load_ps(args.addend + 16 * i));
-    for (int i = 0; args.exact_mask != 0 && i < kLines; ++i) {
-      const auto exact = static_cast<__mmask16>(args.exact_mask >> (16 * i));
-      scores[i] = _mm512_mask_mul_ps(scores[i], exact, scale, _mm512_load_ps(args.exact + 16 * i));
-    }
-    for (int i = 0; args.softcap > 0.0f && i < kLines; ++i)
-      scores[i] = _mm512_mul_ps(cap, Tanh16(_mm512_div_ps(scores[i], cap)));
-    const uint64_t seen = args.low_mask | args.exact_mask;
-    for (int i = 0; args.bias != nullptr && i < kLines; ++i) {
-      const auto mask = static_cast<__mmask16>(seen >> (16 * i));
-      scores[i] = _mm512_add_ps(scores[i], args.bias_stride == 0 ? _mm512_set1_ps(*args.bias)
-                                                                 : _mm512_maskz_loadu_ps(mask, args.bias + 16 * i));
-    }
+  // The scores of a span, kNegativeInfinity where none is seen; gives the largest, or 0 when all that are seen are NaN.
+  KVFUSE_AVX512 static float Scores(const tiles::SoftmaxArgs& args, float* scores_out) {
+    const __m512 hidden = _mm512_set1_ps(kNegativeInfinity), low_scale = _mm512_set1_ps(args.low_scale);
+    const bool plain = !args.exact_mask.any() && args.softcap == 0.0f && args.bias == nullptr;
     __m512 largest = hidden;
-    for (int i = 0; i < kLines; ++i) {
-      scores[i] = _mm512_mask_mov_ps(hidden, static_cast<__mmask16>(seen >> (16 * i)), scores[i]);
-      largest = _mm512_max_ps(scores[i], largest);  // the second operand is kept beside a NaN
+    for (int k = 0; k < args.tiles; ++k) {
+      // Lanes that no mask names hold anything until they are hidden.
+      const float* low = args.low + k * kPageTokens;
+      __m512 scores[kLines];
+      for (int l = 0; l < kLines; ++l) scores[l] = _mm512_mul_ps(low_scale, _mm512_load_ps(low + 16 * l));
+      for (int l = 0; args.addend != nullptr && l < kLines; ++l)
+        scores[l] = _mm512_add_ps(scores[l], _mm512_load_ps(args.addend + k * kPageTokens + 16 * l));
+      if (!plain) Adjust(args, k, scores);
+      const uint64_t seen = args.low_mask.words[k] | args.exact_mask.words[k];
+      for (int l = 0; l < kLines; ++l) {
+        scores[l] = _mm512_mask_mov_ps(hidden, static_cast<__mmask16>(seen >> (16 * l)), scores[l]);
+        _mm512_store_ps(scores_out + k * kPageTokens + 16 * l, scores[l]);
+      }
+      // The second operand is kept beside a NaN.
+      for (int l = 0; l < kLines; ++l) largest = _mm512_max_ps(scores[l], largest);
     }
-    float maximum = _mm512_reduce_max_ps(largest);
-    if (maximum == kNegativeInfinity) {
-      __mmask16 nan = 0;
-      for (const __m512 score : scores) nan |= _mm512_cmp_ps_mask(score, score, _CMP_UNORD_Q);
-      if (nan == 0) return {kNegativeInfinity, 0.0f};
-      maximum = 0.0f;
-    }
-    const __m512 top = _mm512_set1_ps(maximum);
-    __m512 sum = _mm512_setzero_ps();
-    for (int i = 0; i < kLines; ++i) {
-      const __m512 weight = Exp16(_mm512_sub_ps(scores[i], top));
-      sum = _mm512_add_ps(sum, weight);
-      _mm512_store_ps(weights + 16 * i, weight);
-    }
-    return {maximum, _mm512_reduce_add_ps(sum)};
+    const float maximum = _mm512_reduce_max_ps(largest);
+    if (maximum != kNegativeInfinity) return maximum;
+    __mmask16 nan = 0;
+    for (int t = 0; t < args.tiles * kPageTokens; t += 16)
+      nan |= _mm512_fpclass_ps_mask(_mm512_load_ps(scores_out + t), 0x81);
+    return nan == 0 ? kNegativeInfinity : 0.0f;
   }
 
-  // The weights of query i times the scales of each group as 16-bit integers in two planes. False when they are too
-  // small to divide by.
-  KVFUSE_AVX512 static bool Split(const SideFormat& side, const uint8_t* bytes, uint64_t mask, const float* weights,
-                                  float factor, int i, Planes* planes) {
-    constexpr int kLines = kPageTokens / 16;
-    __m512 seen[kLines], largest = _mm512_setzero_ps(), total = _mm512_setzero_ps();
-    for (int l = 0; l < kLines; ++l)
-      seen[l] = _mm512_maskz_mov_ps(static_cast<__mmask16>(mask >> (16 * l)), _mm512_load_ps(weights + 16 * l));
+  // exp(score - maximum) in their place; gives the sum.
+  KVFUSE_AVX512 static float Powers(float* scores, int tiles, float maximum) {
+    const __m512 top = _mm512_set1_ps(maximum);
+    __m512 sum = _mm512_setzero_ps();
+    for (int k = 0; k < tiles; ++k, scores += kPageTokens) {
+      __m512 w[kLines];
+      for (int l = 0; l < kLines; ++l) w[l] = Exp16(_mm512_sub_ps(_mm512_load_ps(scores + 16 * l), top));
+      for (int l = 0; l < kLines; ++l) _mm512_store_ps(scores + 16 * l, w[l]);
+      sum = _mm512_add_ps(sum, _mm512_add_ps(_mm512_add_ps(w[0], w[1]), _mm512_add_ps(w[2], w[3])));
+    }
+    return _mm512_reduce_add_ps(sum);
+  }
+
+  // The rarer parts of a tile's scores: exact keys, soft cap, bias.
+  KVFUSE_AVX512 static void Adjust(const tiles::SoftmaxArgs& args, int k, __m512* scores) {
+    const __m512 scale = _mm512_set1_ps(args.scale), cap = _mm512_set1_ps(args.softcap);
+    for (int l = 0; l < kLines; ++l) {
+      const int t = k * kPageTokens + 16 * l;
+      const auto exact = static_cast<__mmask16>(args.exact_mask.words[k] >> (16 * l));
+      const auto seen = static_cast<__mmask16>(exact | args.low_mask.words[k] >> (16 * l));
+      scores[l] = _mm512_mask_mul_ps(scores[l], exact, scale, _mm512_load_ps(args.exact + t));
+      if (args.softcap > 0.0f) scores[l] = _mm512_mul_ps(cap, Tanh16(_mm512_div_ps(scores[l], cap)));
+      if (args.bias != nullptr)
+        scores[l] = _mm512_add_ps(
+            scores[l], args.bias_stride == 0 ? _mm512_set1_ps(*args.bias) : _mm512_maskz_loadu_ps(seen, args.bias + t));
+    }
+  }
+
+  // The largest |weight * scale| of a span; NaN when one of them is: as integers, the bits of floats without a sign are
+  // in the order of the floats, with NaN above all.
+  KVFUSE_AVX512 static float Largest(const SideFormat& side, const tiles::SpanBytes& bytes, int tiles,
+                                     const tiles::SpanMask& mask, const float* weights) {
+    const __m512i unsign = _mm512_set1_epi32(0x7fffffff);
+    __m512i largest = _mm512_setzero_si512();
+    __m512 products[kLines];
     for (int g = 0; g < side.groups(); ++g)
-      for (int l = 0; l < kLines; ++l) {
-        const __m512 x = _mm512_mul_ps(seen[l], SeenScales16(side, bytes, g, l, mask));
-        largest = _mm512_max_ps(_mm512_abs_ps(x), largest);  // the second operand is kept beside a NaN
-        total = _mm512_add_ps(total, x);
+      for (int k = 0; k < tiles; ++k) {
+        if (bytes.tiles[k] == nullptr) continue;
+        Products(side, bytes.tiles[k], mask.words[k], weights + k * kPageTokens, g, products);
+        for (int l = 0; l < kLines; ++l)
+          largest = _mm512_max_epi32(largest, _mm512_and_si512(_mm512_castps_si512(products[l]), unsign));
       }
-    const float size = _mm512_reduce_max_ps(largest);
-    if (size < 1e-30f && size > 0.0f) return false;
-    const bool nan = _mm512_cmp_ps_mask(total, total, _CMP_UNORD_Q) != 0;
-    const __m512 inverse = _mm512_set1_ps(size == 0.0f ? 0.0f : 32512.0f / size);  // 127 * 256
+    const int32_t bits = _mm512_reduce_max_epi32(largest);
+    float size;
+    std::memcpy(&size, &bits, sizeof size);
+    return size;
+  }
+
+  // The weights times the scales of each group, in steps of 1 / steps, as 16-bit integers in the two planes of query i.
+  KVFUSE_AVX512 static void Split(const SideFormat& side, const tiles::SpanBytes& bytes, int tiles,
+                                  const tiles::SpanMask& mask, const float* weights, float steps, int i,
+                                  const Planes* planes) {
+    const __m512 inverse = _mm512_set1_ps(steps);
+    __m512 products[kLines];
     for (int g = 0; g < side.groups(); ++g) {
       __m512i sum = _mm512_setzero_si512();
       int8_t* at = planes[g].high + i * tiles::kPlaneStride;
-      for (int l = 0; l < kLines; ++l, at += 16) {
-        const __m512i whole =
-            _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_mul_ps(seen[l], SeenScales16(side, bytes, g, l, mask)), inverse));
-        sum = _mm512_add_epi32(sum, whole);
-        const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
-        _mm_store_si128(reinterpret_cast<__m128i*>(at), _mm512_cvtepi32_epi8(high));
-        _mm_store_si128(reinterpret_cast<__m128i*>(at + kPageTokens), _mm512_cvtepi32_epi8(whole));
+      for (int k = 0; k < tiles; ++k, at += kPageTokens) {
+        if (bytes.tiles[k] == nullptr) continue;
+        Products(side, bytes.tiles[k], mask.words[k], weights + k * kPageTokens, g, products);
+        for (int l = 0; l < kLines; ++l) {
+          const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(products[l], inverse));
+          sum = _mm512_add_epi32(sum, whole);
+          const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
+          _mm_store_si128(reinterpret_cast<__m128i*>(at + 16 * l), _mm512_cvtepi32_epi8(high));
+          _mm_store_si128(reinterpret_cast<__m128i*>(at + tiles::kSpanTokens + 16 * l), _mm512_cvtepi32_epi8(whole));
+        }
       }
       planes[g].sums[i] = _mm512_reduce_add_epi32(sum);
-      planes[g].factors[i] = nan ? std::numeric_limits<float>::quiet_NaN() : size / 32512.0f * factor;
     }
-    return true;
   }
 
-  static void AddSplitValues(const SideFormat& side, const uint8_t* bytes, uint64_t seen, const Planes* planes, int n,
-                             float* const* sums, const uint8_t* next) {
+  // weight * scale of a tile's tokens, zero where the mask names none: those may be NaN.
+  KVFUSE_AVX512_INLINE static void Products(const SideFormat& side, const uint8_t* tile, uint64_t mask,
+                                            const float* weights, int group, __m512* products) {
+    const uint8_t* scales = tile + tiles::ScaleOffset(side, group, 0);
+    if (side.group_size == 0) {
+      for (int l = 0; l < kLines; ++l)
+        products[l] = _mm512_maskz_mul_ps(static_cast<__mmask16>(mask >> (16 * l)), _mm512_load_ps(weights + 16 * l),
+                                          _mm512_loadu_ps(scales + 64 * l));
+    } else {
+      for (int l = 0; l < kLines; ++l)
+        products[l] =
+            _mm512_maskz_mul_ps(static_cast<__mmask16>(mask >> (16 * l)), _mm512_load_ps(weights + 16 * l),
+                                _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales + 32 * l))));
+    }
+  }
+
+  static void AddSplitValues(const SideFormat& side, const tiles::SpanBytes& bytes, int tiles, const Planes* planes,
+                             int n, const float* factors, float* const* sums) {
     using Function =
-        void (*)(const SideFormat&, const uint8_t*, uint64_t, const Planes*, float* const*, const uint8_t*);
+        void (*)(const SideFormat&, const tiles::SpanBytes&, int, const Planes*, const float*, float* const*);
     static constexpr Function four[] = {AddSplitValuesOf<1, 4>, AddSplitValuesOf<2, 4>, AddSplitValuesOf<3, 4>,
                                         AddSplitValuesOf<4, 4>};
     static constexpr Function eight[] = {AddSplitValuesOf<1, 8>, AddSplitValuesOf<2, 8>, AddSplitValuesOf<3, 8>,
                                          AddSplitValuesOf<4, 8>};
-    (side.bits == 4 ? four : eight)[n - 1](side, bytes, seen, planes, sums, next);
+    (side.bits == 4 ? four : eight)[n - 1](side, bytes, tiles, planes, factors, sums);
   }
 
   // The same in f32: sum[c] += factor * weights[t] * scale * code for the tokens of `mask`.
@@ -430,7 +563,4 @@ struct Isa {
 };
 
 }  // namespace
-
-KernelTable Table() { return tiles::Table<Isa>("avx512_vnni"); }
-
 }  // namespace kvfuse::avx512_vnni

@@ -1,0 +1,1 @@
+"""Measurements of kvfuse beside other runtimes; see docs/benchmarks.md."""

@@ -1,0 +1,9 @@
+#pragma once
+
+#include "kvfuse/kernels.h"
+
+namespace kvfuse::avx_vnni {
+
+KernelTable Table();
+
+}  // namespace kvfuse::avx_vnni

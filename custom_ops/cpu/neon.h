@@ -1,0 +1,9 @@
+#pragma once
+
+#include "kvfuse/kernels.h"
+
+namespace kvfuse::neon {
+
+KernelTable Table();
+
+}  // namespace kvfuse::neon

@@ -1,0 +1,10 @@
+"""Makes the NumPy model (tests/reference) and the shared vectors importable."""
+
+import sys
+from pathlib import Path
+
+sys.path[:0] = [
+    str(Path(__file__).parent),
+    str(Path(__file__).parents[1]),
+    str(Path(__file__).parents[1] / "kernels"),
+]
