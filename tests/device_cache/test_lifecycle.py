@@ -34,6 +34,15 @@ CONFIGS = [
 ]
 
 
+def refusal(cache: object, length: int) -> str | None:
+    """The sentence with which a cache refuses to be cut to `length`; None when it does what is asked."""
+    try:
+        cache.truncate(length)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 class Pair:
     """One sequence in a cache of the CPU and in one of the device."""
 
@@ -76,14 +85,11 @@ def test_random_histories(config: OpConfig, seed: int) -> None:
             pair.step(tokens, commit=False)
         elif action == "truncate":
             length = max(0, pair.cpu.length - int(rng.integers(0, 50)))
-            try:
-                pair.cpu.truncate(length)
-            except ValueError as error:
-                with pytest.raises(ValueError, match="the sliding window has freed older tokens") as found:
-                    pair.device.truncate(length)
-                assert str(found.value) == str(error)
+            refused = [refusal(cache, length) for cache in (pair.cpu, pair.device)]
+            assert refused[0] == refused[1]
+            if refused[0] is not None:
+                assert "the sliding window has freed older tokens" in refused[0]
                 continue
-            pair.device.truncate(length)
         elif action == "fork":
             pairs.append(pair.fork())
         else:
