@@ -6,7 +6,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from caches import DEVICE, Tokens, assert_canonical, assert_close, assert_same, feed, make, model, random_tokens, step
+from caches import (
+    DEVICE,
+    Tokens,
+    assert_canonical,
+    assert_close,
+    assert_same,
+    feed,
+    make,
+    model,
+    random_tokens,
+    step,
+)
 from reference import OpConfig
 
 from kvfuse import _native
@@ -163,7 +174,7 @@ def test_memory_is_counted_and_freed() -> None:
         step(cache, config, tokens.part(begin, begin + 40), settle=False)
         assert cache.nbytes == expected
         cache.settle()
-    # Pages of 64 tokens, (64 / 2 + 4) bytes a side and token; the window and its slack span at most 3 of them.
+    # Pages of 64 tokens, (64 / 2 + 4) bytes a side and token; window and slack span at most 3 of them.
     page = 64 * 2 * (64 // 2 + 4)
     assert 0 < cache.nbytes <= 3 * page
     cache.truncate(0)
