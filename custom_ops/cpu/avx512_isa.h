@@ -371,7 +371,7 @@ struct Isa {
                        float* const* dots) {
     using Function = void (*)(const void* const*, uint64_t, const float* const*, int, float* const*);
     static constexpr Function functions[] = {DotBatchOf<1, T>, DotBatchOf<2, T>, DotBatchOf<3, T>, DotBatchOf<4, T>};
-    functions[n - 1](rows, mask, queries, dim, dots);
+    for (int i = 0; i < n; i += 4) functions[std::min(3, n - i - 1)](rows, mask, queries + i, dim, dots + i);
   }
 
   // sums[i] += factors[i] * weights[i][t] * row for the rows of masks[i]
@@ -381,7 +381,8 @@ struct Isa {
     using Function =
         void (*)(const void* const*, const uint64_t*, const float* const*, const float*, float* const*, int);
     static constexpr Function functions[] = {AddBatchOf<1, T>, AddBatchOf<2, T>, AddBatchOf<3, T>, AddBatchOf<4, T>};
-    functions[n - 1](rows, masks, weights, factors, sums, dim);
+    for (int i = 0; i < n; i += 4)
+      functions[std::min(3, n - i - 1)](rows, masks + i, weights + i, factors + i, sums + i, dim);
   }
 
   // sum += factor * weights[t] * row for the rows of `mask`
