@@ -65,6 +65,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--contenders", default="", help="a regular expression; kvfuse always runs")
     parser.add_argument("--rounds", type=int, default=15, help="at most, for each group of contenders")
     parser.add_argument("--seconds", type=float, default=20.0, help="of a group of contenders, after setup")
+    parser.add_argument(
+        "--clock", choices=("wall", "cpu"), default="wall", help="cpu: for one thread on a busy machine"
+    )
     parser.add_argument("--memory", type=float, help="GiB for contenders; default: 75 %% of what is free")
     parser.add_argument("--quick", action="store_true", help=" ".join(f"--{k} {v}" for k, v in QUICK.items()))
     parser.add_argument("--json", type=Path, help="file for the raw numbers; report.py makes tables of it")
@@ -73,6 +76,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.quick:
         parser.set_defaults(**QUICK)
         options = parser.parse_args(arguments)
+    if options.clock == "cpu" and options.threads != "1":
+        parser.error("[clock] expected --threads 1 with --clock cpu; found --threads " + options.threads)
     return options
 
 
@@ -95,13 +100,14 @@ def run(work: Workload, options: argparse.Namespace) -> dict[str, Any]:
     base = [entry for entry in able if entry.name in kvfuse_contenders.FORMATS]
     others = [entry for entry in able if entry not in base and re.search(options.contenders, entry.name)]
     memory = int(options.memory * 2**30) if options.memory else int(0.75 * machine.available_memory())
-    groups = measure(work, base, others, Limits(options.rounds, options.seconds, memory))
+    groups = measure(work, base, others, Limits(options.rounds, options.seconds, memory, options.clock))
     return {
         "mode": work.mode,
         "shape": asdict(work.shape),
         "tokens": work.tokens,
         "threads": work.threads,
         "layers": work.layers,
+        "clock": options.clock,
         "load": machine.describe()["load"],
         "groups": [{name: asdict(result) for name, result in group.items()} for group in groups],
     }

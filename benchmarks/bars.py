@@ -40,8 +40,8 @@ class Bar:
     inverse: bool = False
 
     def target(self, base: str) -> float:
-        """The bar for kvfuse_int4 or kvfuse_default."""
-        factor = PRESET_FACTOR if base == "kvfuse_default" else 1.0
+        """The bar for kvfuse_int4 or kvfuse_default; threads must help both alike."""
+        factor = PRESET_FACTOR if base == "kvfuse_default" and self.threads == 1 else 1.0
         return self.least * factor if self.inverse else self.least / factor
 
 

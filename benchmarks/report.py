@@ -71,13 +71,28 @@ def ratios(configuration: Json, name: str, base: str) -> Sequence[float]:
     return []
 
 
+def fastest(found: Json) -> Json:
+    """The numbers of an attention run with nothing but each contender's fastest round."""
+    configurations = []
+    for item in found["configurations"]:
+        groups = [
+            {
+                name: result | {"microseconds": sorted(result["microseconds"])[:1]}
+                for name, result in group.items()
+            }
+            for group in item["groups"]
+        ]
+        configurations.append(item | {"groups": groups})
+    return {**found, "configurations": configurations}
+
+
 def configuration_text(configuration: Json) -> str:
     """One configuration as plain text, for the terminal while a measurement runs."""
-    shape = configuration["shape"]
+    shape, load = configuration["shape"], configuration["load"]
     lines = [
         f"\n{configuration['mode']} {shape['name']} ({shape['num_heads']}/{shape['kv_num_heads']}, "
         f"{shape['head_dim']}), {configuration['tokens']} tokens, {configuration['threads']} thread(s), "
-        f"{configuration['layers']} layer(s), load {configuration['load']:.1f}",
+        f"{configuration['layers']} layer(s), {configuration['clock']} time, load {load:.1f}",
         f"  {'':24} {'microseconds a step':>30} {'/ int4':>8} {'/ default':>9} {'error':>9} {'MB':>8}",
     ]
     for group in configuration["groups"]:
@@ -167,12 +182,13 @@ def numbers_table(items: Sequence[Json]) -> str:
     """One mode, shape and number of threads: rows are contenders, columns lengths."""
     first, shape = items[0], items[0]["shape"]
     names = list(dict.fromkeys(n for item in items for group in item["groups"] for n in group))
+    clock = " of processor time" if first["clock"] == "cpu" else ""
     letter = "T" if first["mode"] == "decode" else "P"
     layers = f", rotating through {first['layers']} caches" if first["layers"] > 1 else ""
     lines = [
         f"**{first['mode']}, shape {shape['name']} ({shape['num_heads']}/{shape['kv_num_heads']}, "
         f"{shape['head_dim']}), {first['threads']} thread{'s' * (first['threads'] > 1)}{layers}**: "
-        "µs a step [quartiles], × = / kvfuse_int4, / kvfuse_default",
+        f"µs a step{clock} [quartiles], × = / kvfuse_int4, / kvfuse_default",
         "",
         "| | " + " | ".join(f"{letter} = {item['tokens']:,}" for item in items) + " |",
         "| --- |" + " ---: |" * len(items),
@@ -273,10 +289,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Tables of measured numbers.")
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--write", type=Path, help="the Markdown page with marks")
+    parser.add_argument(
+        "--fastest", action="store_true", help="of attention, each contender's fastest round, not the median"
+    )
     options = parser.parse_args(arguments)
     tables: dict[str, list[str]] = {}
     for path in options.files:
         found = json.loads(path.read_text(encoding="utf-8"))
+        if options.fastest and found["kind"] == "attention":
+            found = fastest(found)
         tables.setdefault(found["kind"], []).append(TABLES[found["kind"]](found))
     for kind, parts in tables.items():
         if options.write is None:

@@ -60,13 +60,16 @@ def feeds_of(history: History, new: int, past: int) -> dict[str, Any]:
 
 
 def interleaved(runs: Mapping[Any, Callable[[], None]], rounds: int) -> dict[Any, Spread]:
-    """Milliseconds of each run, in rounds that run every one once; the first round does not count."""
+    """Milliseconds of each run, in rounds that run every one once; the first round does not count.
+
+    Of processor time: everything here has one thread, and other processes are not to be counted.
+    """
     series: dict[Any, list[float]] = {key: [] for key in runs}
     for _ in range(rounds + 1):
         for key, run in runs.items():
-            start = time.perf_counter()
+            start = time.process_time()
             run()
-            series[key].append((time.perf_counter() - start) * 1e3)
+            series[key].append((time.process_time() - start) * 1e3)
     return {key: Spread.of(values[1:]) for key, values in series.items()}
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         LibraryError,
         ModelError,
         OptionError,
+        PrecisionWarning,
         RefusedError,
         SequenceError,
     )
@@ -40,6 +41,7 @@ _HOMES = {
     "LibraryError": "kvfuse.errors",
     "ModelError": "kvfuse.errors",
     "OptionError": "kvfuse.errors",
+    "PrecisionWarning": "kvfuse.errors",
     "RefusedError": "kvfuse.errors",
     "RewriteReport": "kvfuse.report",
     "SequenceError": "kvfuse.errors",
@@ -64,6 +66,7 @@ __all__ = [
     "LibraryError",
     "ModelError",
     "OptionError",
+    "PrecisionWarning",
     "RefusedError",
     "RewriteReport",
     "SequenceError",

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvfuse.cli_app import EPILOG, FAILED, AsJson, app, console, show
 from kvfuse.errors import OptionError, RefusedError
 from kvfuse.formats import describe_presets
+
+if TYPE_CHECKING:
+    from kvfuse.generate import Tokenizer
 
 
 @app.command(epilog=EPILOG)
@@ -23,10 +26,24 @@ def rewrite(
         typer.Option(
             "--format",
             metavar="PRESET",
-            help=f"Named cache format. {describe_presets()}. "
+            help=f"Named cache format, or auto: chosen layer by layer. {describe_presets()}. "
             "Bytes are those of one token of one kv head of 64 channels, bits those of one element.",
         ),
     ] = "default",
+    target: Annotated[
+        str | None, typer.Option(help="auto: allowed increase of perplexity, such as 1% or 0.01.")
+    ] = None,
+    probe: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="auto: choose by a run on this text (or text file, .npy of token ids, .npz of inputs).",
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="auto: a tokenizer.json for the text; by default the one beside the model."),
+    ] = None,
     key_bits: Annotated[int | None, typer.Option(help="Bits of a stored key element: 4, 8 or 16.")] = None,
     value_bits: Annotated[
         int | None, typer.Option(help="Bits of a stored value element: 4, 8 or 16.")
@@ -38,6 +55,9 @@ def rewrite(
     block: Annotated[int | None, typer.Option(help="Tokens that turn low-bit together.")] = None,
     n_sink: Annotated[int | None, typer.Option(help="First tokens kept exact for ever.")] = None,
     key_center: Annotated[str | None, typer.Option(help="none or block.")] = None,
+    guard: Annotated[
+        str, typer.Option(help="warn: a running model names layers whose keys are too coarse; off.")
+    ] = "warn",
     require_all: Annotated[bool, typer.Option("--require-all", help="Fail if any site is refused.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Report only, write nothing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing OUT.")] = False,
@@ -52,6 +72,7 @@ def rewrite(
     if output is not None and not dry_run:
         _require_free(output, force)
     from kvfuse.pipeline import rewrite as run_rewrite
+    from kvfuse.progress import Progress
 
     named = {
         "key_bits": key_bits,
@@ -66,14 +87,43 @@ def rewrite(
     }
     overrides = {name: value for name, value in named.items() if value is not None}
     try:
-        report = run_rewrite(
-            source, output, format=preset, require_all=require_all, dry_run=dry_run, **overrides
-        )
+        with Progress(hidden=as_json) as progress:
+            report = run_rewrite(
+                source,
+                output,
+                format=preset,
+                target=None if target is None else _share(target),
+                probe=probe,
+                tokenizer=_tokenizer(source, probe, tokenizer),
+                guard=guard,
+                require_all=require_all,
+                dry_run=dry_run,
+                progress=progress.update,
+                **overrides,
+            )
     except RefusedError as error:
         if error.report is not None:
             show(error.report, as_json)
         raise
     show(report, as_json)
+
+
+def _share(text: str) -> float:
+    """`1%` or `0.01` as a number."""
+    number, percent = text.strip().removesuffix("%"), text.strip().endswith("%")
+    try:
+        return float(number) / (100 if percent else 1)
+    except ValueError as error:
+        raise OptionError(f"[target] expected a share such as 1% or 0.01; found {text!r}") from error
+
+
+def _tokenizer(source: Path, probe: str | None, tokenizer: Path | None) -> Tokenizer | None:
+    """What a probe that is text needs; arrays need none."""
+    if probe is None or Path(probe[:255]).suffix in (".npy", ".npz"):
+        return None
+    from kvfuse.generate import find_tokenizer
+
+    return find_tokenizer(source, tokenizer)
 
 
 def _require_free(output: Path, force: bool) -> None:

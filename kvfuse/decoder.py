@@ -128,6 +128,19 @@ class Decoder:
         self, token_ids: Sequence[int] | NDArray[np.int64], names: Sequence[str]
     ) -> tuple[NDArray[np.floating[Any]], list[NDArray[Any]]]:
         """Does what `step` does, and returns the graph outputs `names` beside the logits."""
+        # The caches stay OrtValues: the model's own copies are its affair, ours would be added to its time.
+        logits, *others = self.session.run_with_ort_values(
+            [self._logits, *self._presents, *names], self.feeds(token_ids)
+        )
+        presents = others[: len(self._presents)]
+        self._pasts = dict(zip(self._caches, presents, strict=True))
+        self._start = None
+        self.length += len(token_ids)
+        array: NDArray[Any] = logits.numpy()
+        return array.reshape(-1, array.shape[-1]), [value.numpy() for value in others[len(presents) :]]
+
+    def feeds(self, token_ids: Sequence[int] | NDArray[np.int64]) -> dict[str, Any]:
+        """What `step` would feed for these tokens, as OrtValues by input name."""
         ids = np.asarray(token_ids, np.int64)[np.newaxis]  # 1 S
         feeds = {
             name: onnxruntime.OrtValue.ortvalue_from_numpy(self._plain_input(name, ids, self.length))
@@ -136,16 +149,7 @@ class Decoder:
         }
         if self._resettable and self._start is not None:
             feeds[PAST_LENGTH_INPUT] = onnxruntime.OrtValue.ortvalue_from_numpy(np.array([self._start]))
-        # The caches stay OrtValues: the model's own copies are its affair, ours would be added to its time.
-        logits, *others = self.session.run_with_ort_values(
-            [self._logits, *self._presents, *names], {**feeds, **self._pasts}
-        )
-        presents = others[: len(self._presents)]
-        self._pasts = dict(zip(self._caches, presents, strict=True))
-        self._start = None
-        self.length += ids.shape[1]
-        array: NDArray[Any] = logits.numpy()
-        return array.reshape(-1, array.shape[-1]), [value.numpy() for value in others[len(presents) :]]
+        return {**feeds, **self._pasts}
 
     def step_rows(
         self, token_ids: NDArray[np.int64], sequences: Sequence[SequenceView], past: int

@@ -43,3 +43,7 @@ class SequenceError(KVFuseError):
 
 class DeviceError(KVFuseError):
     """A device cannot be used on this machine."""
+
+
+class PrecisionWarning(UserWarning):
+    """A layer's cache format is known to be too coarse for its keys; the sentence names the one to use."""

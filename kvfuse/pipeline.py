@@ -6,12 +6,12 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnx
 import onnx_ir as ir
 
-from .errors import ModelError, RefusedError
+from .errors import ModelError, OptionError, RefusedError
 from .formats import PRESETS, KvFormat, make_format
 from .modelfile import Source, read, serialize, write
 from .passes.fuse import Decision
@@ -19,6 +19,11 @@ from .passes.rewriting import plan_rewriting
 from .passes.site import AttentionSite, Refusal, label
 from .report import RewriteReport, SiteReport
 
+if TYPE_CHECKING:
+    from .auto import AutoChoice, Probe, ProbeLike, Progress
+    from .generate import Tokenizer
+
+GUARDS = ("warn", "off")
 Model = str | os.PathLike[str] | onnx.ModelProto | ir.Model
 
 
@@ -27,8 +32,13 @@ def rewrite(
     dst: str | os.PathLike[str] | None = None,
     *,
     format: str | KvFormat = "default",
+    target: float | None = None,
+    probe: ProbeLike | Probe | None = None,
+    tokenizer: Tokenizer | None = None,
+    guard: str = "warn",
     require_all: bool = False,
     dry_run: bool = False,
+    progress: Progress | None = None,
     **overrides: Any,
 ) -> RewriteReport:
     """Replaces every <KV cache, KV cache, SDPA> of a model by kvfuse::QuantizedKvSdpa.
@@ -36,10 +46,20 @@ def rewrite(
     Args:
         src: A path, an onnx.ModelProto or an onnx_ir.Model; never modified (unless `dst` is the same path).
         dst: Where to write; may be left out for a model in memory, whose result is `report.model`.
-        format: A preset's name or a KvFormat.
+        format: A preset's name, a KvFormat, or "auto": every layer's own, chosen from the weights or, with a
+            probe, by what each layer loses on it; the choice and its evidence are in the report.
+        target: With "auto" and a probe: the allowed relative increase of perplexity, by default 0.01 (1 %).
+        probe: With "auto": a text or the path of a text file (needs `tokenizer`), token ids, the path of a
+            .npy file of token ids or of a .npz file of input arrays, or input arrays by name. The original is
+            run on it; at least 256 tokens, and as much like the real use as possible.
+        tokenizer: Turns the probe's text into token ids.
+        guard: "warn": where a layer's first low-bit keys turn out too coarse for its queries, a running
+            model says so once; "off": it does not look.
         require_all: Refuse to write anything unless every cache site is fused and there is at least one.
         dry_run: Decide and report only.
-        **overrides: Single options of the format, such as n_recent=4096 or key_bits=8.
+        progress: Called with (phase, done, total) while a probe runs.
+        **overrides: Single options of the format, such as n_recent=4096 or key_bits=8; with "auto" they hold
+            for every layer.
 
     Returns:
         What was fused, what was refused and why, and the proofs.
@@ -49,7 +69,9 @@ def rewrite(
         OptionError: An option is unknown or out of range.
         RefusedError: `require_all`, and a site was refused or none was found.
     """
-    chosen = make_format(format, overrides)
+    automatic = isinstance(format, str) and format == "auto"
+    chosen = make_format("default" if automatic else format, overrides)
+    _check_options(automatic, target, probe, guard)
     if dst is None and not dry_run and isinstance(src, (str, os.PathLike)):
         raise ModelError(
             f"[{os.fspath(src)}] expected a destination path for a model read from a file; found none"
@@ -66,17 +88,62 @@ def rewrite(
             dataclasses.replace(report, destination=None),
         )
     if dry_run:
-        return dataclasses.replace(report, presets=_preset_bytes(decision.sites))
+        report = dataclasses.replace(report, presets=_preset_bytes(decision.sites))
+    if dry_run and not automatic:
+        return report
     if decision.sites:
         dropped = {value.name for value in decision.presents}
         kept = [value.name for value in source.model.graph.outputs if value.name not in dropped]
-        model = rewriting.apply(chosen.attributes(), source.fingerprint, _metadata(chosen))
+        options = {**chosen.attributes(), "guard": guard}
+        model = rewriting.apply(options, source.fingerprint, _metadata(chosen))
         require_order(model.graph)
         require_sound(model.graph, kept)
         source = dataclasses.replace(source, model=model)
+        if automatic:
+            choice = _choose(model, decision, chosen, tuple(overrides), target, probe, tokenizer, progress)
+            report = report.with_choice(choice)
+    if dry_run:
+        return report
     if destination is not None:
         write(source, changed=bool(decision.sites), destination=destination)
     return _with_model(report, src, source)
+
+
+def _check_options(automatic: bool, target: float | None, probe: object, guard: str) -> None:
+    if guard not in GUARDS:
+        raise OptionError(f"[guard] expected one of {', '.join(GUARDS)}; found {guard!r}")
+    for name, value in (("target", target), ("probe", probe)):
+        if value is not None and not automatic:
+            raise OptionError(f"[{name}] expected format 'auto' with it; found another format")
+    if target is not None and probe is None:
+        raise OptionError("[target] expected a probe to measure by; found none")
+
+
+def _choose(
+    model: ir.Model,
+    decision: Decision,
+    base: KvFormat,
+    pinned: Sequence[str],
+    target: float | None,
+    probe: ProbeLike | Probe | None,
+    tokenizer: Tokenizer | None,
+    progress: Progress | None,
+) -> AutoChoice:
+    """Chooses the layers' formats and writes them into the model's ops."""
+    from .auto import DEFAULT_TARGET, choose_formats, read_probe, set_formats
+    from .auto.rewritten import Rewritten
+
+    choice = choose_formats(
+        Rewritten(model),
+        {site.layer: (site.kv_num_heads, site.head_dim, site.value_head_dim) for site in decision.sites},
+        base,
+        pinned=pinned,
+        target=DEFAULT_TARGET if target is None else target,
+        probe=None if probe is None else read_probe(probe, tokenizer),
+        progress=progress,
+    )
+    set_formats(model, choice.formats)
+    return choice
 
 
 def inspect(src: Model, *, format: str | KvFormat = "default", **overrides: Any) -> RewriteReport:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     import onnx_ir as ir
     from rich.console import Console
 
+    from .auto import AutoChoice
+
 
 @dataclasses.dataclass(frozen=True)
 class SiteReport:
@@ -64,11 +66,12 @@ class RewriteReport:
             sites.
         bytes_per_token_before: Bytes of the fused layers' float caches for one token.
         bytes_per_token_after: Bytes of one token in the low-bit form, by the format's formula.
-        format: The op's format attributes.
+        format: The op's format attributes; with a choice, those that it started from.
         fingerprint: sha256 of the original file; sequences of the rewritten model are bound to it.
         dropped: Names of the cache inputs and outputs that the rewritten graph no longer has.
         rewired: Shape nodes of caches that are answered from the past length now, with their dims
             (B batch, S new, P cached, T all tokens).
+        choice: What format "auto" chose for each layer, and why.
         presets: Preset -> bytes of one low-bit token of these layers; what a dry run adds.
         model: The rewritten model when the source was one in memory.
     """
@@ -83,6 +86,7 @@ class RewriteReport:
     fingerprint: str
     dropped: Mapping[str, tuple[str, ...]]
     rewired: tuple[Mapping[str, Any], ...]
+    choice: AutoChoice | None = None
     presets: Mapping[str, float] = dataclasses.field(default_factory=dict)
     model: onnx.ModelProto | ir.Model | None = dataclasses.field(default=None, repr=False, compare=False)
 
@@ -95,6 +99,23 @@ class RewriteReport:
     def refused(self) -> tuple[SiteReport, ...]:
         """The refused sites."""
         return tuple(site for site in self.sites if site.outcome == "refused")
+
+    def with_choice(self, choice: AutoChoice) -> RewriteReport:
+        """The same report of a model whose layers have formats of their own."""
+        formats = choice.formats
+        sites = tuple(
+            dataclasses.replace(site, details={**site.details, "format": formats[site.layer].attributes()})
+            if site.outcome == "fused"
+            else site
+            for site in self.sites
+        )
+        after = sum(
+            formats[site.layer].bytes_per_token(
+                site.details["kv_num_heads"], site.details["head_dim"], site.details["value_head_dim"]
+            )
+            for site in self.fused
+        )
+        return dataclasses.replace(self, sites=sites, bytes_per_token_after=after, choice=choice)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data (what `--json` prints)."""
@@ -109,6 +130,7 @@ class RewriteReport:
             "fingerprint": self.fingerprint,
             "dropped": {kind: list(names) for kind, names in self.dropped.items()},
             "rewired": [dict(entry) for entry in self.rewired],
+            "choice": None if self.choice is None else self.choice.to_dict(),
             "presets": dict(self.presets),
         }
 
@@ -154,6 +176,8 @@ class RewriteReport:
             console.print(table)
         for site in self.seen:
             console.print(Text(f"seen, not a cache site: {site.node}: {site.reason}"))
+        if self.choice is not None:
+            self.choice.render(console)
         console.print(Text(self.summary()))
         if self.presets and self.bytes_per_token_before:
             presets = Table("--format")

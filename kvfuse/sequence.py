@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import weakref
 from collections.abc import Iterator, Sequence
@@ -63,6 +64,18 @@ class SequenceView:
         """Returns the bytes held by each layer, under the layer keys of the rewritten graph."""
         with _sequence_errors():
             return dict(self._native.sequence_nbytes(self._id))
+
+    def key_error(self) -> dict[str, float]:
+        """The error that low-bit keys make in each layer's attention output, from a look at the first ones.
+
+        It is relative to the output, with the values exact: 0.01 is very good, 0.1 is where 8-bit keys begin
+        to pay, above 0.25 the layer is known to fail (and the run has warned). Layers that were not looked at
+        are missing: their first low-bit tokens are still to come, their guard is off, or the state was
+        unfrozen.
+        """
+        with _sequence_errors():
+            errors = self._native.sequence_key_errors(self._id)
+        return {layer: error for layer, error in errors.items() if not math.isnan(error)}
 
     @property
     def exact_begin(self) -> int:

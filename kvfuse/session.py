@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import re
 import uuid
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import onnxruntime
 
-from kvfuse.errors import LibraryError, ModelError, OptionError, SequenceError
+from kvfuse.errors import LibraryError, ModelError, OptionError, PrecisionWarning, SequenceError
 from kvfuse.library import library_path, native, registration_lock
 from kvfuse.provider import add_device
 from kvfuse.sequence import SequenceView
@@ -33,8 +34,11 @@ _KERNEL_ERROR = re.compile(
 
 
 @contextlib.contextmanager
-def kernel_errors() -> Iterator[None]:
-    """Raises SequenceError for what a kvfuse kernel refused; lets every other error pass untouched."""
+def kernel_errors(token: str | None = None) -> Iterator[None]:
+    """Raises SequenceError for what a kvfuse kernel refused; lets every other error pass untouched.
+
+    What the guards of the session with that token found is passed on as PrecisionWarning.
+    """
     try:
         yield
     except Exception as error:  # onnxruntime's exceptions have no common base
@@ -42,6 +46,8 @@ def kernel_errors() -> Iterator[None]:
         if found is None:
             raise
         raise SequenceError(found.group(1).strip()) from error
+    for sentence in () if token is None else native().take_warnings(token):
+        warnings.warn(sentence, PrecisionWarning, stacklevel=4)  # at the line that called `run`
 
 
 @contextlib.contextmanager
@@ -151,7 +157,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
         self, output_names: Sequence[str] | None, input_feed: Mapping[str, Any], run_options: Any = None
     ) -> Any:
         """Runs the model as onnxruntime does; a refusal by a kvfuse op raises SequenceError."""
-        with kernel_errors():
+        with kernel_errors(self._token):
             return super().run(output_names, input_feed, run_options)
 
     def run_with_ort_values(
@@ -161,12 +167,12 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
         run_options: Any = None,
     ) -> Any:
         """Runs the model on OrtValues as onnxruntime does; raises SequenceError as `run` does."""
-        with kernel_errors():
+        with kernel_errors(self._token):
             return super().run_with_ort_values(output_names, input_dict_ort_values, run_options)
 
     def run_with_iobinding(self, iobinding: Any, run_options: Any = None) -> None:
         """Runs the model on bound buffers as onnxruntime does; raises SequenceError as `run` does."""
-        with kernel_errors():
+        with kernel_errors(self._token):
             super().run_with_iobinding(iobinding, run_options)
 
     @property

@@ -4,6 +4,7 @@
 #include <memory>
 #include <vector>
 
+#include "key_guard.h"
 #include "kvfuse/kernels.h"
 #include "kvfuse/layer_cache.h"
 #include "kvfuse/page.h"
@@ -34,6 +35,7 @@ class KVFUSE_EXPORT CpuLayerCache final : public LayerCache {
 
   LayerSnapshot Snapshot(bool canonical = false) const override;
   void ReadRow(bool key, int head, int64_t position, float* out) const override;
+  double key_error() const override { return guard_.error(); }
 
  private:
   struct Chunk {
@@ -53,8 +55,13 @@ class KVFUSE_EXPORT CpuLayerCache final : public LayerCache {
   const float* SinkRow(bool key, int head, int64_t position) const;
   std::vector<uint8_t> StoredRow(bool key, int head, int64_t position) const;
   const float* FloatRow(bool key, int head, int64_t position) const;
+  // A row of the low-bit store as floats.
+  void DecodeStored(bool key, int head, int64_t position, float* out) const;
   // Writes the low-bit rows of one kv head.
   void EncodeHead(int head);
+  // In key_guard.cc: the tokens to look at in this step, and the look at them for one kv head, once it is encoded.
+  KeyGuard::Span GuardSpan();
+  void GuardHead(const StepArgs& step, const KeyGuard::Span& span, int head);
   // What attention reads between Prepare and Commit.
   CacheView View() const;
   void StoreExact(int64_t from);
@@ -70,6 +77,7 @@ class KVFUSE_EXPORT CpuLayerCache final : public LayerCache {
   PageRun pages_, means_;                   // per kPageTokens tokens; per block
   PageRun exact_keys_, exact_values_;       // per kExactPageTokens tokens
   Page sink_key_, sink_value_;              // [tokens][kv_num_heads][dim]
+  KeyGuard guard_;
   Chunk chunk_;
   // The same pages as plain pointers, for the kernels.
   std::vector<const uint8_t*> page_pointers_;

@@ -112,6 +112,7 @@ std::shared_ptr<LayerCache> CpuLayerCache::Fork() const {
   fork->exact_values_ = exact_values_;
   fork->sink_key_ = sink_key_;
   fork->sink_value_ = sink_value_;
+  fork->guard_ = guard_;
   return fork;
 }
 
@@ -271,7 +272,11 @@ std::vector<Phase> CpuLayerCache::Step(const StepArgs& step) {
   if (cut->splits > 1) cut->partials.reset(new float[pieces * cut->queries * PartialFloats(format_.value.dim)]);
 
   std::vector<Phase> phases;
-  phases.push_back({static_cast<size_t>(heads), [this](size_t head) { EncodeHead(static_cast<int>(head)); }});
+  const KeyGuard::Span span = step.guard ? GuardSpan() : KeyGuard::Span{};
+  phases.push_back({static_cast<size_t>(heads), [this, step, span](size_t head) {
+                      EncodeHead(static_cast<int>(head));
+                      if (!span.empty()) GuardHead(step, span, static_cast<int>(head));
+                    }});
   phases.push_back({pieces, [this, step, cut](size_t piece) { Kernels().attend(cut->Piece(*this, step, piece)); }});
   if (cut->splits > 1)
     phases.push_back({static_cast<size_t>(heads), [this, step, cut](size_t head) { cut->Merge(*this, step, head); }});
@@ -334,7 +339,7 @@ void CpuLayerCache::Truncate(int64_t length) {
   exact_begin_ = std::min(exact_begin_, length);
   // A block that is open again counts as not encoded while its floats are there; else it stays low-bit.
   encoded_end_ = std::min(encoded_end_, std::max(format_.EncodedEnd(length), exact_begin_));
-  if (length == 0) pages_begin_ = 0;
+  if (length == 0) pages_begin_ = 0, guard_.Reset();
   pages_.FreeFrom(CeilDiv(encoded_end_, kPageTokens));
   means_.FreeFrom(CeilDiv(encoded_end_, format_.block));
   exact_keys_.FreeFrom(CeilDiv(length, kExactPageTokens));

@@ -47,6 +47,16 @@ std::map<std::string, int64_t> Sequence::Bytes() {
   return bytes;
 }
 
+std::map<std::string, double> Sequence::KeyErrors() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::map<std::string, double> errors;
+  for (auto& [name, layer] : layers_) {
+    std::lock_guard<std::mutex> layer_lock(layer->mutex);
+    errors[name] = layer->key_error();
+  }
+  return errors;
+}
+
 void Sequence::ReadLayer(const std::string& layer, const std::function<void(const LayerCache&)>& read) {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = layers_.find(layer);

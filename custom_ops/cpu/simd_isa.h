@@ -136,6 +136,20 @@ struct SimdIsa {
     }
   }
 
+  // dots[i][t] = row . queries[i]
+  template <typename T>
+  static void DotBatch(const void* const* rows, uint64_t mask, const float* const* queries, int n, int dim,
+                       float* const* dots) {
+    for (int i = 0; i < n; ++i) DotRows<T>(rows, mask, queries[i], dim, dots[i]);
+  }
+
+  // sums[i] += factors[i] * weights[i][t] * row for the rows of masks[i]
+  template <typename T>
+  static void AddBatch(const void* const* rows, const uint64_t* masks, const float* const* weights,
+                       const float* factors, int n, float* const* sums, int dim) {
+    for (int i = 0; i < n; ++i) AddRows<T>(rows, masks[i], weights[i], factors[i], sums[i], dim);
+  }
+
   // sum += factor * weights[t] * row for the rows of `mask`
   template <typename T>
   KVFUSE_TARGET static void AddRows(const void* const* rows, uint64_t mask, const float* weights, float factor,

@@ -97,8 +97,8 @@ def _combinations(program: Program) -> list[dict[str, int]]:
         if token.kind != "comment" or not token.text.startswith("// cuda:"):
             continue
         words = [part.split() for part in token.text[len("// cuda:") :].split(",")]
-        if not {part[0] for part in words} <= {c.name for c in program.constants}:
-            token.fail("names of function constants with values, '// cuda: kName 0 1, kOther 4'")
+        if not {part[0] for part in words} <= {c.name for c in program.constants} | {"blocks"}:
+            token.fail("names of function constants with values, '// cuda: kName 0 1, kOther 4', or 'blocks'")
         names = [part[0] for part in words]
         for values in itertools.product(*([int(value) for value in part[1:]] for part in words)):
             result.append(dict(zip(names, values, strict=True)))
@@ -111,6 +111,7 @@ def _pass(program: Program, number: int, values: dict[str, int], kernels: list[s
         (f"KVFUSE_CONSTANT_{c.index}", str(values.get(c.name, f"function_constants[{c.index}]")))
         for c in program.constants
     ] + [(f"KVFUSE_KERNEL_{name}", "1") for name in kernels]
+    defines.append(("KVFUSE_BLOCKS", str(values.get("blocks", 1))))
     return (
         "".join(f"#define {name} {value}\n" for name, value in defines)
         + f'namespace pass_{number} {{\nusing namespace metal;\n#include "{file}"\n}}\n'
@@ -125,7 +126,7 @@ def _wrapper(kernel: Kernel) -> str:
         f"{'const __grid_constant__ ' + p.pointee if p.reference else plain_type(p)} argument_{p.index}"
         for p in kernel.arguments
     )
-    bounds = f"__launch_bounds__({kernel.max_threads})" if kernel.max_threads else ""
+    bounds = f"__launch_bounds__({kernel.max_threads}, KVFUSE_BLOCKS)" if kernel.max_threads else ""
     body = call(kernel, lambda p: f"argument_{p.index}")
     return (
         f"#if defined(KVFUSE_KERNEL_{kernel.name})\n{kernel.template_header} __global__ void {bounds} "

@@ -48,6 +48,8 @@ SdpaAttributes ReadSdpaAttributes(const OrtKernelInfo* info) {
   if (!(a.softcap >= 0.0f) || std::isinf(a.softcap))
     Fail(a.where, " expected softcap of 0 (off) or a positive number; found ", a.softcap);
 
+  a.guard = !SecondWord(info, a.where, "guard", "warn", "off");
+
   CacheFormat& f = a.format;
   f.n_recent = AtLeast(info, a.where, "n_recent", 0, 0);
   f.block = AtLeast(info, a.where, "block", 1, 1);

@@ -16,6 +16,7 @@ struct SdpaAttributes {
   std::optional<float> scale;  // absent: 1 / sqrt(head_dim)
   bool causal = false;
   float softcap = 0.0f;
+  bool guard = true;
   CacheFormat format;  // without the sizes, which come with the first tensors
 };
 

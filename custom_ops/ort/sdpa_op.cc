@@ -1,15 +1,18 @@
 // kvfuse::QuantizedKvSdpa: appends this step's keys and values to the layer's cache and attends over it.
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <sstream>
 
 #include "api.h"
 #include "execution.h"
 #include "kvfuse/error.h"
 #include "kvfuse/half.h"
 #include "kvfuse/sequence.h"
+#include "kvfuse/warnings.h"
 #include "profile.h"
 #include "sdpa_attributes.h"
 
@@ -140,7 +143,8 @@ void ParallelFor(OrtKernelContext* context, size_t count, const Task& task) {
 class SdpaKernel {
  public:
   // On the CPU, or on the device of the session's provider.
-  SdpaKernel(const OrtKernelInfo* info, bool on_device) : attributes_(ReadSdpaAttributes(info)) {
+  SdpaKernel(const OrtKernelInfo* info, bool on_device)
+      : attributes_(ReadSdpaAttributes(info)), session_(ConfigEntry(info, "kvfuse.session")) {
     execution_ = FindExecution(Logger(info));
     if (!on_device) return;
     if (execution_ == nullptr) Fail(attributes_.where, " expected a session of ", kProviderName, "; found another");
@@ -182,17 +186,36 @@ class SdpaKernel {
     step.softcap = attributes_.softcap;
     step.causal = attributes_.causal;
     step.head_sink = head_sink.data;
+    step.guard = attributes_.guard;
 
     Prepare(rows, key.data, value.data, dims);
     Run(context, rows, step, query.data, bias, padding, dims);
     if (half)  // a quantized value may pass the largest half, which its original did not
       for (size_t i = 0; i < wide.size(); ++i) output.data<uint16_t>()[i] = FloatToHalfSaturated(wide[i]);
+    if (attributes_.guard && !warned_) Warn(context, rows);
     for (Row& row : rows) row.cache->Commit();
     for (Row& row : rows) row.lock.unlock();  // all of them first: a sequence's mutex comes before its layers'
     for (Row& row : rows) row.sequence->FinishLayer(row.run);
   }
 
  private:
+  // Once for each layer and session: a format that does not do for this layer's keys.
+  void Warn(OrtKernelContext* context, const std::vector<Row>& rows) {
+    for (const Row& row : rows) {
+      const double error = row.cache->key_error();
+      if (!(error > kKeyErrorLimit) || warned_.exchange(true)) continue;
+      const int bits = attributes_.format.key.bits;
+      std::ostringstream text;
+      text.precision(2);
+      text << attributes_.where << " expected low-bit keys to change the attention's output by at most "
+           << kKeyErrorLimit << " of its size; found " << error << " with " << bits << "-bit keys: "
+           << (bits < 8 ? "rewrite this layer with key_bits 8 (kvfuse rewrite --format auto does)"
+                        : "rewrite this layer with key_bits 16");
+      Warnings::Global().Add(session_, text.str());
+      LogWarning(context, text.str());
+    }
+  }
+
   Dims CheckDims(const Tensor* inputs) const {
     const std::string& where = attributes_.where;
     const char* names[] = {"query", "key", "value"};
@@ -316,6 +339,8 @@ class SdpaKernel {
   }
 
   const SdpaAttributes attributes_;
+  const std::string session_;  // the token of kvfuse's own sessions
+  std::atomic<bool> warned_{false};
   std::shared_ptr<Execution> execution_;  // null when the session has no provider of ours
   CacheDevice* device_ = &CpuDevice();
   std::mutex private_mutex_;

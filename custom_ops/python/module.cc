@@ -9,6 +9,7 @@
 #include "kvfuse/page.h"
 #include "kvfuse/registration.h"
 #include "kvfuse/sequence.h"
+#include "kvfuse/warnings.h"
 #include "profile.h"
 #include "python/arrays.h"
 #include "python/device_cache_module.h"
@@ -137,6 +138,8 @@ PYBIND11_MODULE(_native, m) {
   m.def("sequence_length", [find](int64_t id) { return find(id)->Length(); }, unlocked);
   m.def("sequence_exact_begin", [find](int64_t id) { return find(id)->ExactBegin(); }, unlocked);
   m.def("sequence_nbytes", [find](int64_t id) { return find(id)->Bytes(); }, unlocked);
+  m.def("sequence_key_errors", [find](int64_t id) { return find(id)->KeyErrors(); }, unlocked);
+  m.def("take_warnings", [](const std::string& session) { return kvfuse::Warnings::Global().Take(session); });
   m.def("fork_sequence", [](int64_t id) { return SequenceTable::Global().Fork(id)->id(); }, unlocked);
   m.def(
       "reorder_sequences",

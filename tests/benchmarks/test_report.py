@@ -26,7 +26,15 @@ def result(microseconds: list[float], cache_bytes: int | None = 1 << 22) -> dict
 
 
 def configuration(groups: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
-    fixed = {"mode": "decode", "shape": SHAPE, "tokens": 4096, "threads": 1, "layers": 1, "load": 0.0}
+    fixed = {
+        "mode": "decode",
+        "shape": SHAPE,
+        "tokens": 4096,
+        "threads": 1,
+        "layers": 1,
+        "load": 0.0,
+        "clock": "wall",
+    }
     return fixed | changes | {"groups": groups}
 
 
@@ -112,6 +120,13 @@ def test_preset_may_cost_a_fifth_more() -> None:
     bar: Bar = next(bar for bar in BARS if bar.inverse)
     assert bar.target("kvfuse_default") == pytest.approx(1.56)
     assert next(bar for bar in BARS if bar.least == 30).target("kvfuse_default") == pytest.approx(25)
+
+
+def test_fastest_rounds_only() -> None:
+    item = configuration([{"kvfuse_int4": result([20, 10, 30]), "ort_gqa_f32": result([100, 300, 90])}])
+    found = report.fastest({"configurations": [item]})["configurations"][0]
+    assert report.ratios(found, "ort_gqa_f32", "kvfuse_int4") == [9]
+    assert len(item["groups"][0]["kvfuse_int4"]["microseconds"]) == 3
 
 
 def test_skipped_contender_says_why() -> None:

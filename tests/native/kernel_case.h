@@ -42,6 +42,11 @@ class Random {
 
 enum class Poison { kNone, kKey, kValue, kQuery };
 
+inline std::string Describe(const SideFormat& side) {
+  return std::to_string(side.dim) + " channels, " + std::to_string(side.bits) + " bits, group_size " +
+         std::to_string(side.group_size) + (side.full ? ", full" : "") + (side.rotate ? ", rotated" : "");
+}
+
 // One attention problem, in full.
 struct Case {
   uint64_t seed = 0;
@@ -57,7 +62,11 @@ struct Case {
   int64_t total() const { return past + count; }
   int num_heads() const { return group * format.kv_num_heads; }
   std::string Describe() const {
-    return "seed " + std::to_string(seed) + ": " + format.Describe() + ", group " + std::to_string(group) + ", past " +
+    return "seed " + std::to_string(seed) + ": keys of " + vectors::Describe(format.key) + "; values of " +
+           vectors::Describe(format.value) + "; " + std::to_string(format.kv_num_heads) + " kv heads, n_recent " +
+           std::to_string(format.n_recent) + ", block " + std::to_string(format.block) + ", n_sink " +
+           std::to_string(format.n_sink) + ", window_left " + std::to_string(format.window_left) +
+           (format.center_keys ? ", centred" : "") + ", group " + std::to_string(group) + ", past " +
            std::to_string(past) + ", count " + std::to_string(count) + (causal ? ", causal" : "") +
            (padding ? ", padding" : "") + (head_sink ? ", head sink" : "") + (outlier_key ? ", outlier key" : "") +
            (exact_weights ? ", exact weights" : "") + ", bias " + std::to_string(bias) + ", softcap " +

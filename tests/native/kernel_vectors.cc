@@ -89,12 +89,7 @@ void ForEachSide(const Function& function) {
         }
 }
 
-std::string Name(const SideFormat& side, bool key) {
-  CacheFormat format;
-  format.kv_num_heads = 1;
-  format.key = format.value = side;
-  return std::string(key ? "keys" : "values") + " of " + format.Describe();
-}
+std::string Name(const SideFormat& side, bool key) { return (key ? "keys of " : "values of ") + Describe(side); }
 
 // The scales of a row, NaN for NaN: a quantizer may give any of them.
 bool SameRow(const SideFormat& side, const uint8_t* a, const uint8_t* b) {
@@ -382,7 +377,9 @@ std::vector<Case> Grid() {
   for (int total = 1; total <= 70; ++total)
     for (const int style : {0, 1, 2}) add(total - 1, 1, 64, 1, 2, style);
   for (const int style : {0, 1, 2}) {
-    for (const int group : {1, 2, 3, 4, 5, 6}) add(100, 1, 128, 2, group, style);
+    // kv heads and query heads of each
+    for (const auto& [kv_num_heads, group] : {std::pair{1, 1}, {2, 4}, {2, 8}, {8, 2}, {2, 3}, {1, 5}, {2, 6}})
+      add(100, 1, 128, kv_num_heads, group, style);
     for (const int dim : {16, 64, 80, 96, 128}) add(999, 1, dim, 2, 4, style), add(150, 30, dim, 1, 3, style);
     add(0, 200, 64, 2, 2, style);
   }

@@ -74,7 +74,7 @@ def test_every_attribute_of_the_op_is_written():
     assert attributes(nodes(graph, "QuantizedKvSdpa")[0]) == {
         "axis": 2, "scale": 0.25, "causal": 1, "n_recent": 100, "block": 64, "n_sink": 4, "key_bits": 8,
         "value_bits": 4, "group_size": 32, "codes": b"full", "rotation": b"hadamard", "key_center": b"block",
-        "window_left": -1, "softcap": 5.0, "layer": b"0",
+        "window_left": -1, "softcap": 5.0, "guard": b"warn", "layer": b"0",
     }  # fmt: skip
 
 

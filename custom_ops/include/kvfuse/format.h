@@ -4,8 +4,6 @@
 #include <cstdint>
 #include <string>
 
-#include "kvfuse/export.h"
-
 namespace kvfuse {
 
 constexpr int kPageTokens = 64;       // tokens in one page of low-bit rows
@@ -76,7 +74,7 @@ struct CacheFormat {
   }
 
   // "2 kv heads of 64/64 channels, 4/4 bits, …": for error sentences.
-  KVFUSE_EXPORT std::string Describe() const;
+  std::string Describe() const;
 };
 
 }  // namespace kvfuse

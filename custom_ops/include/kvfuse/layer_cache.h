@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -40,6 +41,7 @@ struct StepArgs {
   const float* bias = nullptr;       // null: none
   ptrdiff_t bias_head_stride = 0, bias_query_stride = 0, bias_key_stride = 0;
   const float* head_sink = nullptr;  // [num_heads], null: none
+  bool guard = false;                // look at what the first low-bit keys do to the output, see key_error
 };
 
 // One stage of a step: the pieces 0 .. pieces - 1 may run at once, on any threads.
@@ -47,6 +49,10 @@ struct Phase {
   size_t pieces = 0;
   std::function<void(size_t)> run;
 };
+
+// A layer whose key_error is above this is known to fail. The default format gives 0.001-0.15 on real models; layers
+// that need 8-bit keys to keep their text give 0.3 and more (docs/quality-auto.md).
+constexpr double kKeyErrorLimit = 0.25;
 
 class LayerCache;
 
@@ -96,6 +102,9 @@ class KVFUSE_EXPORT LayerCache {
   virtual LayerSnapshot Snapshot(bool canonical = false) const = 0;
   // One row as floats: exact where it is held exactly, else decoded; zeros where a sliding window has freed it.
   virtual void ReadRow(bool key, int head, int64_t position, float* out) const = 0;
+  // The relative error that low-bit keys make in the attention's output, from a look at the first ones of the
+  // sequence; NaN when there was none (yet, or on a device that does not look).
+  virtual double key_error() const { return std::numeric_limits<double>::quiet_NaN(); }
 };
 
 }  // namespace kvfuse

@@ -33,6 +33,8 @@ class KVFUSE_EXPORT Sequence {
   // First position whose exact rows are still held in every layer.
   int64_t ExactBegin();
   std::map<std::string, int64_t> Bytes();
+  // See LayerCache::key_error.
+  std::map<std::string, double> KeyErrors();
   void Truncate(int64_t length);
   // Throws Error when a sliding window has freed what a truncation to `length` needs.
   void CheckTruncate(int64_t length);

@@ -1,0 +1,6 @@
+"""Makes the NumPy model (tests/reference) importable."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
