@@ -22,7 +22,7 @@ case $kind in
     flags='-fsanitize=thread'
     runtimes='libtsan.so'
     tests='tests/sequences/test_concurrency.py tests/ops/test_faults.py'
-    for kernels in test_preset_over_several_pages test_groups_of_heads; do  # slow: every GPU thread is one of TSan's
+    for kernels in test_preset_over_several_pages test_groups_of_heads test_splits_merge; do  # slow: every GPU thread is one of TSan's
       tests+=" tests/device_cache/test_attention.py::$kernels"
     done
     ;;
