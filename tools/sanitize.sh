@@ -16,7 +16,7 @@ case $kind in
   address)
     flags='-fsanitize=address,undefined -fno-sanitize-recover=undefined'
     runtimes='libasan.so libubsan.so'
-    tests='tests/kernels tests/ops tests/sequences tests/native tests/runtime tests/device/test_probe.py tests/device_cache'
+    tests='tests/kernels tests/ops tests/sequences tests/native tests/runtime tests/device/test_probe.py tests/device_cache tests/ep/test_rewind.py tests/ep/test_options.py tests/ep/test_placement.py'
     ;;
   thread)
     flags='-fsanitize=thread'

@@ -176,9 +176,9 @@ void Fiber::Start(void (*entry)(void*), void* argument) {
 #endif
 }
 
-void Fiber::Switch(Fiber& from, Fiber& to) {
-  if (__sanitizer_start_switch_fiber != nullptr)
-    __sanitizer_start_switch_fiber(&from.asan_stack_, to.bottom_, to.size_);
+void Fiber::Switch(Fiber& from, Fiber& to, bool for_good) {
+  if (__sanitizer_start_switch_fiber != nullptr)  // without a place to keep it, the sanitizer frees its own stack
+    __sanitizer_start_switch_fiber(for_good ? nullptr : &from.asan_stack_, to.bottom_, to.size_);
   if (__tsan_switch_to_fiber != nullptr) {
     if (from.tsan_fiber_ == nullptr) from.tsan_fiber_ = __tsan_get_current_fiber();
     __tsan_switch_to_fiber(to.tsan_fiber_, kTsanNoSync);
