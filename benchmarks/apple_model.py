@@ -218,7 +218,7 @@ def chip_table(text: Text) -> str:
 
 
 def kernel_text(path: Path) -> str:
-    """Returns a kernel text with the headers beside it in place, but for the layouts that host and kernels share."""
+    """Returns a kernel text with its parts in place, but for the layouts that host and kernels share."""
     lines = []
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
         found = re.match(r'#include "(\w+\.h)"', line)
