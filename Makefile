@@ -5,6 +5,7 @@
 # make goldens   writes the expected halves of the graph cases anew
 # make bench   kvfuse beside other runtimes: everything in docs/benchmarks.md, about two hours of an idle machine;
 #   make bench-quick: some minutes;  make bench-docs: puts what was measured into docs/
+# make test-device DEVICE=cuda   the tests of the op, sequences and provider with the caches there
 # make sanitize  the library under ASan, UBSan and TSan;  make fuzz  a million hostile states (needs clang)
 VENV ?= .venv
 PYTHON ?= python3
@@ -12,7 +13,7 @@ BIN = $(VENV)/bin
 MINIMUM_ORT = 1.24.4
 export PYTHON_IN_VENV = $(abspath $(BIN))/python
 
-.PHONY: setup demo test test-minimum test-metal check fix goldens bench bench-quick bench-docs quality sanitize fuzz clean
+.PHONY: setup demo test test-minimum test-metal test-device check fix goldens bench bench-quick bench-docs quality sanitize fuzz clean
 
 # One stamp per input of the build: sources are only compiled again when one changed.
 NATIVE = $(shell find custom_ops -type f -not -path '*/fuzz/*') pyproject.toml
@@ -46,11 +47,16 @@ test-minimum: setup
 	  --target build/onnxruntime-$(MINIMUM_ORT) "onnxruntime==$(MINIMUM_ORT)"
 	PYTHONPATH=build/onnxruntime-$(MINIMUM_ORT) KVFUSE_EXPECT_ORT=$(MINIMUM_ORT) KVFUSE_KERNEL=reference \
 	  $(BIN)/python -m pytest -q tests/kernels tests/ops tests/e2e tests/runtime/test_past.py \
-	  tests/passes/test_versions.py
+	  tests/passes/test_versions.py tests/ep/test_placement.py tests/ep/test_options.py tests/ep/test_rewind.py
 
 # Device "metal" over a fake of Metal: the host code of the Apple GPU, run here.
 test-metal: setup
 	test "$$(uname)" != Linux || PYTHON=$(PYTHON_IN_VENV) tools/fake_metal.sh
+
+# As the tests on an NVIDIA GPU were run, with `make test-device DEVICE=cuda`.
+DEVICE ?= emulated
+test-device: setup
+	KVFUSE_TEST_DEVICE=$(DEVICE) $(BIN)/python -m pytest -q tests/ep tests/ops tests/sequences
 
 check: setup
 	$(BIN)/ruff check .

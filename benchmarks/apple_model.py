@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import re
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -28,8 +29,8 @@ KERNELS = ROOT / "custom_ops" / "metal" / "kernels.metal"
 DOCUMENT = ROOT / "docs" / "apple_gpus.md"
 MARKS = ("<!-- tables: benchmarks/apple_model.py --update -->", "<!-- end of tables -->")
 # The text whose loops and branches `operations` describes: the first digits of its sha256.
-COUNTED = "9cf7cd2bd884"
-HEAD_DIM, TILE, LANES = 128, 64, 32
+COUNTED = "0795d58ed743"
+HEAD_DIM, BLOCK = 128, 64
 F16_BYTES = 2 * HEAD_DIM * 2  # of one token's key and value
 SHARING = (1, 4)  # query heads of a kv head
 
@@ -86,7 +87,7 @@ class Format:
     def bytes(self) -> float:
         """Of one token of one kv head: codes and scales of both, and a share of the block's mean."""
         scales = 4 if self.group_size == 0 else 2 * HEAD_DIM // self.group_size
-        mean = 2 * HEAD_DIM / 64 if self.centered else 0
+        mean = 2 * HEAD_DIM / BLOCK if self.centered else 0
         return 2 * (HEAD_DIM * self.bits // 8 + scales) + mean
 
 
@@ -107,6 +108,7 @@ def operations(text: Text, fmt: Format, queries: int, simd: bool) -> Counter[str
         truths={
             "kVariant == 0": not simd,
             "kWide != 0": False,
+            "half_index == 1": False,
             "half_index == 1 && kWide == 0": False,
             "cache . key . bits == 16": False,
             "cache . value . bits == 16": False,
@@ -117,27 +119,30 @@ def operations(text: Text, fmt: Format, queries: int, simd: bool) -> Counter[str
             "bits == 8": fmt.bits == 8,
             "cache . centered != 0": fmt.centered,
             "side . group_size == 0": not grouped,
+            "side . group_size != 0": grouped,
+            "group_size != 0": grouped,
+            # Loops over channels have no rest; the values' first words are there already.
             "first + i < side . chunks": True,
-            "at < steps": True,
-            # A new maximum is rare after the first tiles; every lane has channels; nothing special is on.
-            "! ( maximum > softmax . maximum [ q ] )": True,
-            "quad >= lanes . quads": False,
+            "at < kBits": True,
+            "first != lanes . part": False,
+            "g < slice_groups": True,
+            # A new maximum is rare after the first tokens; every lane has channels; nothing special is on.
+            "! simd_any ( score > softmax . maximum [ q ] )": True,
             "args . softcap > 0.0f": False,
             "args . biased != 0": False,
         },
         trips={
-            "tile": 1,
+            "piece": 1,
             "q": queries,
             "g": groups,
             "key_dots.first": -(-chunks // 4),  # four at a time
-            "add_values.first": TILE * fmt.bits // 32 // 4,
+            "add_values.first": fmt.bits // 4,
             "half_index": 1,
             "block": 1,
             "i": 4,
         },
     )
-    per_tile = counting.function("attend_low")
-    return Counter({kind: count * LANES / TILE for kind, count in per_tile.items()})
+    return counting.function("attend_low")  # a pass scores one token in each of 32 lanes
 
 
 def cycles(counted: Counter[str]) -> float:
@@ -212,6 +217,16 @@ def chip_table(text: Text) -> str:
     return table(["GPU", "heads", "f16, memory", "kvfuse, memory", "kvfuse, arithmetic", "bound by"], rows)
 
 
+def kernel_text(path: Path) -> str:
+    """Returns a kernel text with its parts in place, but for the layouts that host and kernels share."""
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        found = re.match(r'#include "(\w+\.h)"', line)
+        part = found and found[1] != "abi.h"
+        lines.append(kernel_text(path.parent / found[1]) if found and part else line)
+    return "".join(lines)
+
+
 def digest_of(source: str) -> str:
     """Returns the first digits of the sha256 of a kernel text."""
     return hashlib.sha256(source.encode()).hexdigest()[: len(COUNTED)]
@@ -252,7 +267,7 @@ def main() -> None:
     parser.add_argument("--kernels", type=Path, default=KERNELS, help="the Metal text to count")
     parser.add_argument("--update", action="store_true", help=f"write the tables into {DOCUMENT.name}")
     arguments = parser.parse_args()
-    source = arguments.kernels.read_text(encoding="utf-8")
+    source = kernel_text(arguments.kernels)
     if digest_of(source) != COUNTED:
         print(
             f"[apple model] expected the kernel text {COUNTED}; found {digest_of(source)}: see that"

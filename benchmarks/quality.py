@@ -54,7 +54,7 @@ WORK = ROOT / "build" / "quality"
 MODELS = ("smollm2", "gemma3")
 CONTEXTS = (512, 4096)
 PROBE_TOKENS = 1024
-WINDOWS = {("smollm2", 512): 4, ("gemma3", 512): 2, ("smollm2", 4096): 1, ("gemma3", 4096): 1}
+WINDOWS = {("smollm2", 512): 4, ("gemma3", 512): 1, ("smollm2", 4096): 1, ("gemma3", 4096): 1}
 
 
 class Setting:

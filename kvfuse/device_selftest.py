@@ -5,12 +5,14 @@ Dims: H num_heads, K kv_num_heads, S new tokens, T total tokens, L low-bit token
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvfuse.library import native
+from kvfuse.provider import GPUS, VARIANTS
 from kvfuse.selftest import dequantize, hadamard
 
 Array = NDArray[np.float64]
@@ -68,9 +70,11 @@ def check_device(device: str) -> str | None:
 
 def _first_wrong(device: str) -> str | None:
     tokens = _tokens()
-    for name, attributes in CASES.items():
+    variants = VARIANTS if device in GPUS else (None,)  # the emulator is slow: its default variant
+    for (case, attributes), variant in itertools.product(CASES.items(), variants):
+        name = case if variant is None else f"{case}, {variant}"
         expected, _ = _run("cpu", attributes, tokens)
-        state, output = _run(device, attributes, tokens)
+        state, output = _run(device, attributes, tokens, variant)
         for part in _STORED:
             if not np.array_equal(state.get(part, ()), expected.get(part, ())):
                 return f"expected the {part} of the CPU, bit by bit ({name}); found others"
@@ -89,11 +93,16 @@ def _tokens() -> tuple[Array, Array, Array]:
     return query.astype(np.float64), key.astype(np.float64), value.astype(np.float64)
 
 
-def _run(device: str, attributes: dict[str, Any], tokens: tuple[Array, Array, Array]) -> tuple[State, Array]:
+def _run(
+    device: str,
+    attributes: dict[str, Any],
+    tokens: tuple[Array, Array, Array],
+    variant: str | None = None,
+) -> tuple[State, Array]:
     """Runs the node over SCHEDULE; returns the layer's state and the outputs [H, T, D]."""
     from kvfuse.session import InferenceSession
 
-    session = InferenceSession(two_node_model(attributes), device=device)
+    session = InferenceSession(two_node_model(attributes), device=device, variant=variant)
     start, rows = 0, []
     for count in SCHEDULE:
         chunk = [np.float32(a[np.newaxis, :, start : start + count]) for a in tokens]

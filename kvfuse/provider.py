@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 PROVIDER = "KvfuseExecutionProvider"
 CPU = "cpu"
+GPUS = ("metal", "cuda")
 VARIANTS = ("scalar", "simd")
 
 _registration = threading.Lock()

@@ -34,10 +34,10 @@ _KERNEL_ERROR = re.compile(
 
 
 @contextlib.contextmanager
-def kernel_errors() -> Iterator[None]:
+def kernel_errors(token: str | None = None) -> Iterator[None]:
     """Raises SequenceError for what a kvfuse kernel refused; lets every other error pass untouched.
 
-    What the ops' guards found is passed on as PrecisionWarning.
+    What the guards of the session with that token found is passed on as PrecisionWarning.
     """
     try:
         yield
@@ -46,7 +46,7 @@ def kernel_errors() -> Iterator[None]:
         if found is None:
             raise
         raise SequenceError(found.group(1).strip()) from error
-    for sentence in native().take_warnings():
+    for sentence in () if token is None else native().take_warnings(token):
         warnings.warn(sentence, PrecisionWarning, stacklevel=4)  # at the line that called `run`
 
 
@@ -157,7 +157,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
         self, output_names: Sequence[str] | None, input_feed: Mapping[str, Any], run_options: Any = None
     ) -> Any:
         """Runs the model as onnxruntime does; a refusal by a kvfuse op raises SequenceError."""
-        with kernel_errors():
+        with kernel_errors(self._token):
             return super().run(output_names, input_feed, run_options)
 
     def run_with_ort_values(
@@ -167,12 +167,12 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # o
         run_options: Any = None,
     ) -> Any:
         """Runs the model on OrtValues as onnxruntime does; raises SequenceError as `run` does."""
-        with kernel_errors():
+        with kernel_errors(self._token):
             return super().run_with_ort_values(output_names, input_dict_ort_values, run_options)
 
     def run_with_iobinding(self, iobinding: Any, run_options: Any = None) -> None:
         """Runs the model on bound buffers as onnxruntime does; raises SequenceError as `run` does."""
-        with kernel_errors():
+        with kernel_errors(self._token):
             super().run_with_iobinding(iobinding, run_options)
 
     @property

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Checks the address spaces of Metal kernels with clang: `tools/lint_metal.py [FILES.metal]`.
 
-The emulated and the CUDA device know no address spaces, so a pointer into the wrong one would only be refused by
-Apple's compiler. Here clang refuses it, through the package `libclang` from PyPI (a development dependency). Prints
-what clang says, at lines of the Metal source. Exit code 0: nothing; 1: errors; 77: no libclang.
+The emulated and the CUDA device know no address spaces, so a pointer into the wrong one would only be refused
+by Apple's compiler. Here clang refuses it, through the package `libclang` of PyPI (a development tool).
+Prints what clang says, at lines of the Metal source. Exit code 0: nothing; 1: errors; 77: no libclang.
 """
 
 import re
@@ -21,6 +21,7 @@ QUIET = ["-Wno-unknown-attributes", "-Wno-duplicate-decl-specifier", "-Wno-unuse
 
 
 def main(files: list[str]) -> int:
+    """Lints files, all of ours when there are none; returns the exit code."""
     try:
         from clang import cindex
     except ImportError:

@@ -16,12 +16,15 @@ case $kind in
   address)
     flags='-fsanitize=address,undefined -fno-sanitize-recover=undefined'
     runtimes='libasan.so libubsan.so'
-    tests='tests/kernels tests/ops tests/sequences tests/native tests/runtime'
+    tests='tests/kernels tests/ops tests/sequences tests/native tests/runtime tests/device/test_probe.py tests/device_cache tests/ep/test_rewind.py tests/ep/test_options.py tests/ep/test_placement.py'
     ;;
   thread)
     flags='-fsanitize=thread'
     runtimes='libtsan.so'
     tests='tests/sequences/test_concurrency.py tests/ops/test_faults.py'
+    for kernels in test_preset_over_several_pages test_groups_of_heads test_splits_merge; do  # slow: every GPU thread is one of TSan's
+      tests+=" tests/device_cache/test_attention.py::$kernels"
+    done
     ;;
   *)
     echo "[sanitize] expected address or thread; found $kind" >&2
@@ -49,6 +52,7 @@ done
 preload=
 for runtime in $runtimes libstdc++.so.6; do preload+="$("$cxx" -print-file-name="$runtime") "; done
 export PYTHONPATH=$site PYTHONMALLOC=malloc
+export OPENBLAS_NUM_THREADS=1  # NumPy's threads are none of ours, and TSan does not see what they wait for
 export ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:quarantine_size_mb=8:detect_stack_use_after_return=1
 export UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
 # onnxruntime destroys condition variables that a thread of its has just signalled; the library here has none.

@@ -47,12 +47,14 @@ KVFUSE_AVX512_INLINE __m512 Scales16(const SideFormat& side, const uint8_t* byte
 }
 
 // exp(x) for x <= 0, NaN for NaN: 2^floor(t) * p(t - floor(t)) with t = x log2(e); p is the polynomial of degree 6 with
-// the least relative error over [0, 1) (8e-9 with its coefficients in f32), t rounds by |t| 2^-24. Below -104 the
-// result is 0 in f32.
+// the least relative error over [0, 1) (8e-9 with its coefficients in f32); what t loses by rounding, and log2(e) to
+// f32, is added to the fraction. Below -104 the result is 0 in f32.
 KVFUSE_AVX512_INLINE __m512 Exp16(__m512 x) {
   x = _mm512_max_ps(_mm512_set1_ps(-104.0f), x);  // the second operand is kept when it is NaN
-  const __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
-  const __m512 f = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  const __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(1.44269502f));
+  const __m512 lost =
+      _mm512_fmadd_ps(x, _mm512_set1_ps(1.925963e-8f), _mm512_fmsub_ps(x, _mm512_set1_ps(1.44269502f), t));
+  const __m512 f = _mm512_add_ps(_mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC), lost);
   __m512 p = _mm512_set1_ps(2.1702255e-4f);
   for (const float c : {1.2439688e-3f, 9.6788406e-3f, 5.5483341e-2f, 0.24022983f, 0.69314700f, 1.0f})
     p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(c));
@@ -163,6 +165,81 @@ KVFUSE_AVX512 void AddSplitValuesOf(const SideFormat& side, const tiles::SpanByt
       }
     }
     c += chunk.width;
+  }
+}
+
+// The sums of the lanes of four vectors.
+KVFUSE_AVX512_INLINE __m128 Sums(__m512 a, __m512 b, __m512 c, __m512 d) {
+  const auto half = [](__m512 x) __attribute__((target("avx512f,avx512dq"), always_inline)) {
+    return _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+  };
+  const __m256 sums = _mm256_hadd_ps(_mm256_hadd_ps(half(a), half(b)), _mm256_hadd_ps(half(c), half(d)));
+  return _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1));
+}
+
+// Four rows at a time, so that each load serves N queries or four rows.
+template <int N, typename T>
+KVFUSE_AVX512 void DotBatchOf(const void* const* rows, uint64_t mask, const float* const* queries, int dim,
+                              float* const* dots) {
+  while (mask != 0) {
+    int tokens[4];
+    const T* row[4];
+    for (int j = 0; j < 4; ++j) {  // the last one again when fewer are left
+      tokens[j] = mask != 0 ? __builtin_ctzll(mask) : tokens[j - 1];
+      mask &= mask - 1;
+      row[j] = static_cast<const T*>(rows[tokens[j]]);
+    }
+    __m512 sums[N][4];
+    for (int i = 0; i < N; ++i)
+      for (int j = 0; j < 4; ++j) sums[i][j] = _mm512_setzero_ps();
+    for (int c = 0; c < dim; c += 16) {
+      const __mmask16 lanes = First(dim - c);
+      __m512 r[4];
+      for (int j = 0; j < 4; ++j) r[j] = Load(row[j] + c, lanes);
+      for (int i = 0; i < N; ++i) {
+        const __m512 q = Load(queries[i] + c, lanes);
+        for (int j = 0; j < 4; ++j) sums[i][j] = _mm512_fmadd_ps(q, r[j], sums[i][j]);
+      }
+    }
+    for (int i = 0; i < N; ++i) {
+      alignas(16) float four[4];
+      _mm_store_ps(four, Sums(sums[i][0], sums[i][1], sums[i][2], sums[i][3]));
+      for (int j = 0; j < 4; ++j) dots[i][tokens[j]] = four[j];
+    }
+  }
+}
+
+// 64 channels at a time, so that each load serves N queries. Each query adds up its own tokens in their order, whoever
+// else is here: a chunk of another size gives the same sums. (A weight of 0 would not do: the row may hold a NaN.)
+template <int N, typename T>
+KVFUSE_AVX512 void AddBatchOf(const void* const* rows, const uint64_t* masks, const float* const* weights,
+                              const float* factors, float* const* sums, int dim) {
+  uint64_t any = 0;
+  for (int i = 0; i < N; ++i) any |= masks[i];
+  for (int c = 0; c < dim; c += 64) {
+    __mmask16 lanes[4];
+    __m512 totals[N][4];
+    for (int j = 0; j < 4; ++j) {
+      lanes[j] = First(std::max(0, dim - c - 16 * j));
+      for (int i = 0; i < N; ++i) totals[i][j] = _mm512_setzero_ps();
+    }
+    for (uint64_t left = any; left != 0; left &= left - 1) {
+      const int t = __builtin_ctzll(left);
+      const T* row = static_cast<const T*>(rows[t]) + c;
+      __m512 r[4];
+      for (int j = 0; j < 4; ++j) r[j] = Load(row + 16 * j, lanes[j]);
+      for (int i = 0; i < N; ++i) {
+        const __m512 weight = _mm512_set1_ps(weights[i][t]);
+        const auto seen = static_cast<__mmask16>(-static_cast<int>(masks[i] >> t & 1));
+        for (int j = 0; j < 4; ++j) totals[i][j] = _mm512_mask3_fmadd_ps(weight, r[j], totals[i][j], seen);
+      }
+    }
+    for (int i = 0; i < N; ++i)
+      for (int j = 0; j < 4; ++j) {
+        float* at = sums[i] + c + 16 * j;
+        const __m512 grown = _mm512_fmadd_ps(_mm512_set1_ps(factors[i]), totals[i][j], Load(at, lanes[j]));
+        _mm512_mask_storeu_ps(at, lanes[j], grown);
+      }
   }
 }
 
@@ -290,6 +367,26 @@ struct Isa {
     }
   }
 
+  // dots[i][t] = row . queries[i]
+  template <typename T>
+  static void DotBatch(const void* const* rows, uint64_t mask, const float* const* queries, int n, int dim,
+                       float* const* dots) {
+    using Function = void (*)(const void* const*, uint64_t, const float* const*, int, float* const*);
+    static constexpr Function functions[] = {DotBatchOf<1, T>, DotBatchOf<2, T>, DotBatchOf<3, T>, DotBatchOf<4, T>};
+    for (int i = 0; i < n; i += 4) functions[std::min(3, n - i - 1)](rows, mask, queries + i, dim, dots + i);
+  }
+
+  // sums[i] += factors[i] * weights[i][t] * row for the rows of masks[i]
+  template <typename T>
+  static void AddBatch(const void* const* rows, const uint64_t* masks, const float* const* weights,
+                       const float* factors, int n, float* const* sums, int dim) {
+    using Function =
+        void (*)(const void* const*, const uint64_t*, const float* const*, const float*, float* const*, int);
+    static constexpr Function functions[] = {AddBatchOf<1, T>, AddBatchOf<2, T>, AddBatchOf<3, T>, AddBatchOf<4, T>};
+    for (int i = 0; i < n; i += 4)
+      functions[std::min(3, n - i - 1)](rows, masks + i, weights + i, factors + i, sums + i, dim);
+  }
+
   // sum += factor * weights[t] * row for the rows of `mask`
   template <typename T>
   KVFUSE_AVX512 static void AddRows(const void* const* rows, uint64_t mask, const float* weights, float factor,
@@ -369,21 +466,24 @@ struct Isa {
     }
   }
 
-  // The largest |weight * scale| of a span; NaN when one of them is.
+  // The largest |weight * scale| of a span; NaN when one of them is: as integers, the bits of floats without a sign are
+  // in the order of the floats, with NaN above all.
   KVFUSE_AVX512 static float Largest(const SideFormat& side, const tiles::SpanBytes& bytes, int tiles,
                                      const tiles::SpanMask& mask, const float* weights) {
-    __m512 largest = _mm512_setzero_ps(), total = _mm512_setzero_ps(), products[kLines];
+    const __m512i unsign = _mm512_set1_epi32(0x7fffffff);
+    __m512i largest = _mm512_setzero_si512();
+    __m512 products[kLines];
     for (int g = 0; g < side.groups(); ++g)
       for (int k = 0; k < tiles; ++k) {
         if (bytes.tiles[k] == nullptr) continue;
         Products(side, bytes.tiles[k], mask.words[k], weights + k * kPageTokens, g, products);
-        for (int l = 0; l < kLines; ++l) {
-          largest = _mm512_max_ps(_mm512_abs_ps(products[l]), largest);  // the second operand is kept beside a NaN
-          total = _mm512_add_ps(total, products[l]);
-        }
+        for (int l = 0; l < kLines; ++l)
+          largest = _mm512_max_epi32(largest, _mm512_and_si512(_mm512_castps_si512(products[l]), unsign));
       }
-    const bool nan = _mm512_cmp_ps_mask(total, total, _CMP_UNORD_Q) != 0;
-    return nan ? std::numeric_limits<float>::quiet_NaN() : _mm512_reduce_max_ps(largest);
+    const int32_t bits = _mm512_reduce_max_epi32(largest);
+    float size;
+    std::memcpy(&size, &bits, sizeof size);
+    return size;
   }
 
   // The weights times the scales of each group, in steps of 1 / steps, as 16-bit integers in the two planes of query i.

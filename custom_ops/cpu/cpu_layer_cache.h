@@ -56,7 +56,7 @@ class KVFUSE_EXPORT CpuLayerCache final : public LayerCache {
   std::vector<uint8_t> StoredRow(bool key, int head, int64_t position) const;
   const float* FloatRow(bool key, int head, int64_t position) const;
   // A row of the low-bit store as floats.
-  void DecodeRow(bool key, int head, int64_t position, float* out) const;
+  void DecodeStored(bool key, int head, int64_t position, float* out) const;
   // Writes the low-bit rows of one kv head.
   void EncodeHead(int head);
   // In key_guard.cc: the tokens to look at in this step, and the look at them for one kv head, once it is encoded.

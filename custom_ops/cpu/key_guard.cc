@@ -96,7 +96,7 @@ void CpuLayerCache::GuardHead(const StepArgs& step, const KeyGuard::Span& span, 
 
   const int dim = format_.key.dim;
   std::vector<float> decoded((span.to - span.from) * dim), newest(kGuardNewest * dim);
-  for (int64_t j = span.from; j < span.to; ++j) DecodeRow(true, head, j, decoded.data() + (j - span.from) * dim);
+  for (int64_t j = span.from; j < span.to; ++j) DecodeStored(true, head, j, decoded.data() + (j - span.from) * dim);
 
   const int64_t count = std::min(kGuardQueries, last - first + 1);
   std::vector<GuardedToken> tokens;
@@ -120,7 +120,7 @@ void CpuLayerCache::GuardHead(const StepArgs& step, const KeyGuard::Span& span, 
     for (int64_t j = std::max(span.to, position - kGuardNewest + 1); j <= position; ++j) {
       const float* key = FloatRow(true, head, j);
       float* stored = newest.data() + (position - j) * dim;
-      if (!format_.has_exact_window()) DecodeRow(true, head, j, stored);
+      if (!format_.has_exact_window()) DecodeStored(true, head, j, stored);
       see(j, key, format_.has_exact_window() ? key : stored, FloatRow(false, head, j));
     }
     guard_.Add(head, OutputError(step.query.at(query_head, query_token), tokens, dim, format_.value.dim, step.scale,

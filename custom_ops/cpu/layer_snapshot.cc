@@ -37,16 +37,16 @@ void CpuLayerCache::ReadRow(bool key, int head, int64_t position, float* out) co
   } else if (position < pages_begin_) {
     std::fill(out, out + side.dim, 0.0f);  // a sliding window has freed it: no query sees it any more
   } else {
-    DecodeRow(key, head, position, out);
+    DecodeStored(key, head, position, out);
   }
 }
 
-void CpuLayerCache::DecodeRow(bool key, int head, int64_t position, float* out) const {
+void CpuLayerCache::DecodeStored(bool key, int head, int64_t position, float* out) const {
   const SideFormat& side = key ? format_.key : format_.value;
   const uint16_t* mean = nullptr;
   if (key && format_.centered())
     mean = reinterpret_cast<const uint16_t*>(means_[position / format_.block].data()) + int64_t{head} * side.dim;
-  kvfuse::DecodeRow(side, StoredRow(key, head, position).data(), mean, out);
+  DecodeRow(side, StoredRow(key, head, position).data(), mean, out);
 }
 
 LayerSnapshot CpuLayerCache::Snapshot(bool canonical) const {

@@ -195,8 +195,8 @@ inline void FinishQuery(const AttendArgs& args, int i, const Partial& result) {
     *result.sum += std::exp(step.head_sink[head] - maximum);
   }
   if (side.rotated()) Kernels().rotate(result.rotated, side.dim);
-  const float share = *result.sum == 0.0f ? 0.0f : 1.0f / *result.sum;
-  for (int c = 0; c < side.dim; ++c) output[c] = (result.rotated[c] + result.exact[c]) * share;
+  const bool none = *result.sum == 0.0f;
+  for (int c = 0; c < side.dim; ++c) output[c] = none ? 0.0f : (result.rotated[c] + result.exact[c]) / *result.sum;
 }
 
 }  // namespace kvfuse

@@ -136,6 +136,20 @@ struct SimdIsa {
     }
   }
 
+  // dots[i][t] = row . queries[i]
+  template <typename T>
+  static void DotBatch(const void* const* rows, uint64_t mask, const float* const* queries, int n, int dim,
+                       float* const* dots) {
+    for (int i = 0; i < n; ++i) DotRows<T>(rows, mask, queries[i], dim, dots[i]);
+  }
+
+  // sums[i] += factors[i] * weights[i][t] * row for the rows of masks[i]
+  template <typename T>
+  static void AddBatch(const void* const* rows, const uint64_t* masks, const float* const* weights,
+                       const float* factors, int n, float* const* sums, int dim) {
+    for (int i = 0; i < n; ++i) AddRows<T>(rows, masks[i], weights[i], factors[i], sums[i], dim);
+  }
+
   // sum += factor * weights[t] * row for the rows of `mask`
   template <typename T>
   KVFUSE_TARGET static void AddRows(const void* const* rows, uint64_t mask, const float* weights, float factor,
@@ -318,11 +332,13 @@ struct SimdIsa {
   }
 
   // exp(x) for x <= 0, NaN for NaN: 2^floor(t) * p(t - floor(t)) with t = x log2(e); p is the polynomial of degree 6
-  // with the least relative error over [0, 1) (8e-9 with its coefficients in f32), t rounds by |t| 2^-24. What would be
-  // subnormal, below 2^-126, is 0.
+  // with the least relative error over [0, 1) (8e-9 with its coefficients in f32); what t loses by rounding, and
+  // log2(e) to f32, is added to the fraction. What would be subnormal, below 2^-126, is 0.
   KVFUSE_INLINE F Exp(F x) {
-    const F t = V::Mul(x, V::Set(1.44269504f)), least = V::Set(-126.0f);
-    const F bounded = V::Select(V::Less(t, least), least, t), whole = V::Floor(bounded), f = V::Sub(bounded, whole);
+    const F log2e = V::Set(1.44269502f), t = V::Mul(x, log2e), least = V::Set(-126.0f);
+    const F lost = V::MulAdd(x, V::Set(1.925963e-8f), V::MulAdd(x, log2e, V::Sub(V::Set(0.0f), t)));
+    const F bounded = V::Select(V::Less(t, least), least, t), whole = V::Floor(bounded);
+    const F f = V::Add(V::Sub(bounded, whole), lost);
     F p = V::MulAdd(V::Set(2.1702255e-4f), f, V::Set(1.2439688e-3f));
     p = V::MulAdd(p, f, V::Set(9.6788406e-3f));
     p = V::MulAdd(p, f, V::Set(5.5483341e-2f));

@@ -113,6 +113,7 @@ class TileAttention {
     queries_ = space.Take<TileQuery>(count_);
     row_ = space.Take<float>(std::max(side.dim, format_.value.dim));
     for (float** array : {&low_, &exact_, &addend_, &weights_}) *array = space.Take<float>(Isa::kQueries * kSpanTokens);
+    means_ = space.Take<float>(Isa::kQueries * kPageTokens);
     planes_ = space.Take<Planes>(format_.value.groups());
     for (int g = 0; g < format_.value.groups(); ++g) {
       planes_[g].high = space.Take<int8_t>(Isa::kQueries * kPlaneStride);
@@ -158,19 +159,12 @@ class TileAttention {
       const int64_t tile = span + k * kPageTokens;
       low_any_[k] = Masks(queries, n, tile, k);
       if (low_any_[k] != 0) KeyScores(queries, n, tile, k);
-      for (int i = 0; i < n; ++i) ExactScores(queries[i], tile, k, i);
+      ExactScores(queries, n, tile, k);
     }
+    if (format_.centered()) MeanScores(queries, n, span);
     Weigh(queries, n, span);
     LowValues(queries, n, span);
-    for (int k = 0; k < tiles_; ++k)
-      for (int i = 0; i < n; ++i) {
-        const uint64_t exact = exact_masks_[i].words[k];
-        if (exact == 0) continue;
-        const profile::Timed timed(profile::kExactValues);
-        ExactRows(false, span + k * kPageTokens, exact);
-        Isa::template AddRows<float>(rows_, exact, Weights(i) + k * kPageTokens, factors_[i], queries[i].result.exact,
-                                     format_.value.dim);
-      }
+    for (int k = 0; k < tiles_; ++k) ExactValues(queries, n, span + k * kPageTokens, k);
   }
 
   // Which tokens each query sees, exactly or not; gives those that some query sees as low-bit.
@@ -215,15 +209,36 @@ class TileAttention {
     }
   }
 
-  // The f32 dots of exact keys, and what block-centred keys add to the low-bit ones.
-  void ExactScores(const TileQuery& query, int64_t tile, int k, int i) {
-    const uint64_t exact = exact_masks_[i].words[k], low = low_masks_[i].words[k];
+  // The f32 dots of keys that some query uses exactly, and what block-centred keys add to the low-bit ones.
+  void ExactScores(const TileQuery* queries, int n, int64_t tile, int k) {
     const profile::Timed timed(profile::kExactKeys);
+    const float* rows[Isa::kQueries];
+    float* dots[Isa::kQueries];
+    uint64_t exact = 0;
+    for (int i = 0; i < n; ++i) {
+      rows[i] = queries[i].exact;
+      dots[i] = Exact(i) + k * kPageTokens;
+      exact |= exact_masks_[i].words[k];
+    }
     if (exact != 0) {
       ExactRows(true, tile, exact);
-      Isa::template DotRows<float>(rows_, exact, query.exact, format_.key.dim, Exact(i) + k * kPageTokens);
+      Isa::template DotBatch<float>(rows_, exact, rows, n, format_.key.dim, dots);
     }
-    if (low != 0 && format_.centered()) MeanScores(query, tile, low, Addend(i) + k * kPageTokens);
+  }
+
+  void ExactValues(TileQuery* queries, int n, int64_t tile, int k) {
+    uint64_t masks[Isa::kQueries], any = 0;
+    for (int i = 0; i < n; ++i) any |= masks[i] = exact_masks_[i].words[k];
+    if (any == 0) return;
+    const profile::Timed timed(profile::kExactValues);
+    ExactRows(false, tile, any);
+    const float* weights[Isa::kQueries];
+    float* sums[Isa::kQueries];
+    for (int i = 0; i < n; ++i) {
+      weights[i] = Weights(i) + k * kPageTokens;
+      sums[i] = queries[i].result.exact;
+    }
+    Isa::template AddBatch<float>(rows_, masks, weights, factors_, n, sums, format_.value.dim);
   }
 
   // Turns scores into softmax weights relative to the span's maximum, and takes the running maximum further; factors_
@@ -283,20 +298,34 @@ class TileAttention {
     }
   }
 
-  // addend[t] = scale * (q . mean of the block of token t)
-  void MeanScores(const TileQuery& query, int64_t tile, uint64_t mask, float* addend) {
-    const int64_t block = format_.block;
-    for (int t = 0; t < kPageTokens;) {
-      const int end = static_cast<int>(std::min<int64_t>(kPageTokens, ((tile + t) / block + 1) * block - tile));
-      float score = 0.0f;
-      if ((mask & Range(t, end)) != 0) {
-        const uint16_t* mean = cache_.block_means[(tile + t) / block - cache_.mean_begin];
-        const void* row = mean + int64_t{args_.kv_head} * format_.key.dim;
-        Isa::template DotRows<uint16_t>(&row, 1, query.exact, format_.key.dim, &score);
+  // Addend(i)[t] = scale * (q . mean of the block of token t), for the blocks that have low-bit tokens here.
+  void MeanScores(const TileQuery* queries, int n, int64_t span) {
+    const profile::Timed timed(profile::kScores);
+    int begins[kPageTokens + 1], count = 0;  // of the pieces that share a mean, at most as many as rows_ holds
+    for (int t = 0; t < tiles_ * kPageTokens;) {
+      const int64_t block = (span + t) / format_.block, tile = t / kPageTokens;
+      const int end = static_cast<int>(std::min((block + 1) * format_.block - span, (tile + 1) * kPageTokens));
+      if ((low_any_[tile] & Range(t - tile * kPageTokens, end - tile * kPageTokens)) != 0) {
+        begins[count] = t;
+        rows_[count++] = cache_.block_means[block - cache_.mean_begin] + int64_t{args_.kv_head} * format_.key.dim;
       }
-      std::fill(addend + t, addend + end, step_.scale * score);
-      t = end;
+      begins[count] = t = end;
+      if (count < kPageTokens && t < tiles_ * kPageTokens) continue;
+      AddMeans(queries, n, begins, count);
+      count = 0;
     }
+  }
+
+  // Pieces that lie apart have nothing low-bit between them, so that it does not matter what is written there.
+  void AddMeans(const TileQuery* queries, int n, const int* begins, int count) {
+    if (count == 0) return;
+    const float* rows[Isa::kQueries];
+    float* dots[Isa::kQueries];
+    for (int i = 0; i < n; ++i) rows[i] = queries[i].exact, dots[i] = means_ + i * kPageTokens;
+    Isa::template DotBatch<uint16_t>(rows_, Range(0, count), rows, n, format_.key.dim, dots);
+    for (int i = 0; i < n; ++i)
+      for (int piece = 0; piece < count; ++piece)
+        std::fill(Addend(i) + begins[piece], Addend(i) + begins[piece + 1], step_.scale * dots[i][piece]);
   }
 
   void LowValues(TileQuery* queries, int n, int64_t span) {
@@ -397,6 +426,7 @@ class TileAttention {
   float factors_[Isa::kQueries] = {};
   float* row_;                                // [max dim]
   float *low_, *exact_, *addend_, *weights_;  // [kQueries][kSpanTokens]
+  float* means_;                              // [kQueries][kPageTokens]: q . mean
   Planes* planes_;                            // [value groups]
   const void* rows_[kPageTokens];             // of the tokens at work
   LowBitRow low_row_;

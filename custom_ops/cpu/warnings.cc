@@ -3,29 +3,28 @@
 #include <utility>
 
 namespace kvfuse {
-namespace {
-
-constexpr size_t kMost = 256;  // a process that takes none must not grow
-
-}  // namespace
 
 Warnings& Warnings::Global() {
   static Warnings warnings;
   return warnings;
 }
 
-void Warnings::Add(const std::string& sentence) {
+void Warnings::Add(const std::string& session, const std::string& sentence) {
+  if (session.empty()) return;
   std::lock_guard<std::mutex> lock(mutex_);
-  if (sentences_.size() == kMost) sentences_.erase(sentences_.begin());
-  sentences_.push_back(sentence);
+  sentences_[session].push_back(sentence);
   any_ = true;
 }
 
-std::vector<std::string> Warnings::Take() {
+std::vector<std::string> Warnings::Take(const std::string& session) {
   if (!any_) return {};
   std::lock_guard<std::mutex> lock(mutex_);
-  any_ = false;
-  return std::exchange(sentences_, {});
+  const auto found = sentences_.find(session);
+  if (found == sentences_.end()) return {};
+  std::vector<std::string> taken = std::move(found->second);
+  sentences_.erase(found);
+  any_ = !sentences_.empty();
+  return taken;
 }
 
 }  // namespace kvfuse

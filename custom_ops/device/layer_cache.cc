@@ -50,6 +50,8 @@ DeviceWorkspace DeviceContext::TakeWorkspace(int64_t staging_bytes, int64_t scra
       idle_.pop_back();
     }
   }
+  // Memory that is touched for the first time costs more than the copy into it, so it is kept.
+  if (static_cast<int64_t>(workspace.host.size()) < staging_bytes) workspace.host.resize(staging_bytes);
   Reserve(device_, workspace.staging, staging_bytes);
   Reserve(device_, workspace.scratch, scratch_bytes);
   return workspace;

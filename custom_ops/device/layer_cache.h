@@ -26,8 +26,9 @@ struct DeviceOptions {
 // Layer caches on a device; the same object for the same device and options, kept for the life of the process.
 KVFUSE_EXPORT CacheDevice& DeviceCaches(Device& device, const DeviceOptions& options = {});
 
-// Buffers of one step, used again by later ones.
+// Buffers of one step, used again by later ones: `host` is what goes up to `staging`.
 struct DeviceWorkspace {
+  std::vector<uint8_t> host;
   std::shared_ptr<DeviceBuffer> staging, scratch;
 };
 

@@ -11,8 +11,10 @@ namespace {
 
 using namespace kvfuse_abi;
 
-// Threadgroups that fill a GPU: 132 multiprocessors with four of 128 threads each; more do no harm.
-constexpr int64_t kFullDevice = 528;
+// Threadgroups that fill the largest GPU at hand at once: 132 multiprocessors, each with as many of 128 threads as the
+// registers of so many query rows let in. Smaller GPUs take them in turns.
+int64_t FullDevice(int queries) { return 132 * (queries <= 4 ? 4 : 2); }
+
 constexpr int64_t kMaxScratch = int64_t{1} << 28;  // bytes; a longer prompt attends in several passes
 constexpr int kMaxInt = 0x3fffffff;
 
@@ -64,7 +66,7 @@ int PowerOfTwoFrom(int64_t count, int most) {
   return power;
 }
 
-// The tokens that some query of [first, last] sees, in tiles: low-bit and exact ones.
+// The tokens that some query of [first, last] sees: low-bit ones in pieces of 32, exact ones in tiles of 16.
 struct Tiles {
   int64_t low = 0, exact = 0;
 };
@@ -77,18 +79,17 @@ Tiles CountTiles(const CacheFormat& format, const LayerSpan& span, int64_t first
   const int64_t end = causal ? last + 1 : span.chunk.total, begin = from(first);
   Tiles tiles;
   const int64_t low = std::max(begin, format.n_sink), low_end = std::min(end, exact(last));
-  if (low < low_end) tiles.low = CeilDiv(low_end, kPageTokens) - low / kPageTokens;
+  if (low < low_end) tiles.low = CeilDiv(low_end, kSimd) - low / kSimd;
   if (begin < format.n_sink) tiles.exact = CeilDiv(std::min(format.n_sink, end), kExactPageTokens);
   const int64_t window = std::max({exact(first), begin, format.n_sink});
   if (window < end) tiles.exact += CeilDiv(end, kExactPageTokens) - window / kExactPageTokens;
   return tiles;
 }
 
-int Splits(int64_t tiles, int simdgroups, int64_t others, int wanted, int most) {
+int Splits(int64_t tiles, int simdgroups, int64_t room, int wanted) {
   if (tiles == 0) return 0;
-  const int64_t useful = CeilDiv(tiles, wanted > 0 ? 1 : simdgroups);
-  return static_cast<int>(
-      std::clamp<int64_t>(wanted > 0 ? wanted : CeilDiv(kFullDevice, others), 1, std::min<int64_t>(useful, most)));
+  const int64_t useful = std::min<int64_t>(CeilDiv(tiles, wanted > 0 ? 1 : simdgroups), kMaxSplits / 2);
+  return static_cast<int>(std::clamp<int64_t>(wanted > 0 ? wanted : room, 1, useful));
 }
 
 Division Divide(const CacheFormat& format, const DeviceLayout& layout, const Tiles& tiles, int num_heads,
@@ -99,13 +100,14 @@ Division Divide(const CacheFormat& format, const DeviceLayout& layout, const Til
   d.row_tiles = static_cast<int>(CeilDiv(rows, d.queries));
   d.wide = layout.value.chunks > kSimd ? 1 : 0;
   d.slices = static_cast<int>(CeilDiv(layout.value.chunks, d.wide ? 2 * kSimd : kSimd));
-  const int groups = format.value.scaled() && format.value.group_size != 0 ? 128 / format.value.group_size : 1;
-  const int floats = d.queries * std::max(groups * kTile, d.wide ? 256 : 128);
+  const int floats = d.queries * (d.wide ? 256 : 128);  // of threadgroup memory for a simdgroup
   d.simdgroups = std::min<int>({kMaxSimdgroups, kWeightFloats / floats,
                                 PowerOfTwoFrom(std::max<int64_t>({1, tiles.low, tiles.exact}), kMaxSimdgroups)});
   const int64_t others = int64_t{d.row_tiles} * format.kv_num_heads * d.slices;
-  d.low_splits = Splits(tiles.low, d.simdgroups, others, wanted_splits, kMaxSplits / 2);
-  d.exact_splits = Splits(tiles.exact, d.simdgroups, others, wanted_splits, kMaxSplits / 2);
+  // The exact tokens' share first: few groups, each with more bytes than a low-bit one.
+  const int64_t full = FullDevice(d.queries);
+  d.exact_splits = Splits(tiles.exact, d.simdgroups, full / others, wanted_splits);
+  d.low_splits = Splits(tiles.low, d.simdgroups, full / others - d.exact_splits, wanted_splits);
   return d;
 }
 
@@ -128,6 +130,7 @@ struct DeviceLayerCache::Launch {
   int64_t key = 0, value = 0, query = 0, padding = 0, bias = 0, head_sink = 0;   // bytes in staging
   int64_t codes = 0, scales = 0, sums = 0, stats = 0, partials = 0, output = 0;  // bytes in scratch
   int64_t tokens = 0, heads = 0, pass = 0;  // query tokens, their heads, and how many tokens attend at a time
+  bool direct = false;                      // the output comes as the caller wants it
   Division division;
   AppendArgs append{};
   AttendArgs attend{};
@@ -139,10 +142,9 @@ struct DeviceLayerCache::Launch {
     if (workspace.staging != nullptr) context.ReturnWorkspace(std::move(workspace));
   }
 
-  void Stage(const std::vector<uint8_t>& bytes) {
-    workspace = context.TakeWorkspace(staged.size(), scratched.size());
-    context.device().Upload(*workspace.staging, 0, bytes.data(), static_cast<int64_t>(bytes.size()));
-  }
+  void TakeWorkspace() { workspace = context.TakeWorkspace(staged.size(), scratched.size()); }
+  float* host(int64_t offset) { return reinterpret_cast<float*>(workspace.host.data() + offset); }
+  void Upload() { context.device().Upload(*workspace.staging, 0, workspace.host.data(), staged.size()); }
   // `buffer`, or where nothing of it is read some other one.
   Dispatch::Argument Or(const std::shared_ptr<DeviceBuffer>& buffer) const {
     return In(buffer != nullptr ? buffer : workspace.staging);
@@ -215,22 +217,21 @@ void DeviceLayerCache::Plan(const StepArgs& step, Launch& launch) {
   launch.partials = launch.scratched.Add(division.splits() * pass * heads * layout_.value.pitch * 4);
   launch.output = launch.scratched.Add(rows * layout_.value.dim * 4);
 
-  std::vector<uint8_t> staging(launch.staged.size());
-  const auto floats = [&staging](int64_t at) { return reinterpret_cast<float*>(staging.data() + at); };
-  Pack(chunk_key_, format_.kv_num_heads, added, layout_.key, false, floats(launch.key));
-  Pack(chunk_value_, format_.kv_num_heads, added, layout_.value, false, floats(launch.value));
-  Pack(step.query, heads, tokens, layout_.key, true, floats(launch.query));
-  if (step.head_sink != nullptr) std::copy(step.head_sink, step.head_sink + heads, floats(launch.head_sink));
-  if (padded) std::memcpy(staging.data() + launch.padding, step.padding, chunk.total);
+  launch.TakeWorkspace();
+  Pack(chunk_key_, format_.kv_num_heads, added, layout_.key, false, launch.host(launch.key));
+  Pack(chunk_value_, format_.kv_num_heads, added, layout_.value, false, launch.host(launch.value));
+  Pack(step.query, heads, tokens, layout_.key, true, launch.host(launch.query));
+  if (step.head_sink != nullptr) std::copy(step.head_sink, step.head_sink + heads, launch.host(launch.head_sink));
+  if (padded) std::memcpy(launch.host(launch.padding), step.padding, chunk.total);
   if (step.bias != nullptr) {
-    float* out = floats(launch.bias);
+    float* out = launch.host(launch.bias);
     for (int64_t h = 0; h < bias_heads; ++h)
       for (int64_t t = 0; t < bias_tokens; ++t) {
         const float* from = step.bias + h * step.bias_head_stride + t * step.bias_query_stride;
         for (int64_t j = 0; j < bias_keys; ++j) *out++ = from[j * step.bias_key_stride];
       }
   }
-  launch.Stage(staging);
+  launch.Upload();
 
   AppendArgs& append = launch.append;
   append.cache = CacheArgs();
@@ -270,6 +271,12 @@ void DeviceLayerCache::Plan(const StepArgs& step, Launch& launch) {
   merge.exact_splits = division.exact_splits;
   merge.rotate = layout_.value.rotate;
   merge.sink = step.head_sink != nullptr;
+  // The caller's order of heads and tokens when that has no gaps.
+  const int64_t dim = format_.value.dim;
+  launch.direct = step.output_head_stride == tokens * dim && step.output_token_stride == dim;
+  merge.output_head = static_cast<int>(launch.direct ? tokens * dim : dim);
+  merge.output_token = static_cast<int>(launch.direct ? dim : heads * dim);
+  if (!launch.direct) launch.direct = step.output_head_stride == dim && step.output_token_stride == heads * dim;
 }
 
 // Queues the kernels. Call it with the memory's mutex held: a pool that another fork makes grow must not go between
@@ -312,16 +319,15 @@ void DeviceLayerCache::Queue(Launch& launch) {
     if (division.splits() > 0) device.Launch(attend);
 
     launch.merge.rows = static_cast<int>(count * launch.heads);
-    const int64_t dim = launch.merge.dim, width = CeilDiv(dim, kSimd) * kSimd;
+    const int64_t dim = launch.merge.dim, width = CeilDiv(CeilDiv(dim, 4), kSimd) * kSimd;
     Dispatch merge;
     merge.kernel = "merge";
     merge.arguments = {Value(launch.merge), partials, stats, launch.Up(launch.head_sink),
-                       launch.Scratch(launch.output + first * launch.heads * dim * 4)};
+                       launch.Scratch(launch.output + first * launch.merge.output_token * 4)};
     merge.groups[0] = static_cast<uint32_t>(launch.merge.rows);
-    // Threads beyond the channels share the splits, eight or more each.
-    merge.threads = static_cast<uint32_t>(
-        width > kMergeThreads ? kMergeThreads / 2
-                              : width * std::clamp<int64_t>(CeilDiv(division.splits(), 8), 1, kMergeThreads / width));
+    // Threads beyond the quads of channels share the splits, four or more each.
+    merge.threads =
+        static_cast<uint32_t>(width * std::clamp<int64_t>(CeilDiv(division.splits(), 4), 1, kMergeThreads / width));
     device.Launch(merge);
   }
 }
@@ -335,6 +341,10 @@ void DeviceLayerCache::Run(const StepArgs& step) {
     Queue(launch);
   }
   const int64_t rows = launch.tokens * launch.heads, dim = format_.value.dim;
+  if (launch.direct) {
+    context_.device().Download(step.output, *launch.workspace.scratch, launch.output, rows * dim * 4);
+    return;
+  }
   std::vector<float> output(rows * dim);
   context_.device().Download(output.data(), *launch.workspace.scratch, launch.output, rows * dim * 4);
   for (int64_t row = 0; row < rows; ++row)
@@ -367,9 +377,9 @@ std::vector<int32_t> DeviceLayerCache::IntegerScores(const Rows& query, int num_
   launch.scales = launch.scratched.Add(rows * 4);
   launch.sums = launch.scratched.Add(rows * groups * 4);
   launch.output = launch.scratched.Add(static_cast<int64_t>(scores.size()) * 4);
-  std::vector<uint8_t> staging(launch.staged.size());
-  Pack(query, num_heads, tokens, layout_.key, true, reinterpret_cast<float*>(staging.data() + launch.query));
-  launch.Stage(staging);
+  launch.TakeWorkspace();
+  Pack(query, num_heads, tokens, layout_.key, true, launch.host(launch.query));
+  launch.Upload();
 
   AppendArgs append{};
   append.cache = CacheArgs();
@@ -397,7 +407,7 @@ std::vector<int32_t> DeviceLayerCache::IntegerScores(const Rows& query, int num_
   dispatch.kernel = "scores";
   dispatch.constants = {{kConstantVariant, context_.options().simd}};
   dispatch.arguments = {Value(attend), In(memory_->low.buffer()), table, codes, sums, launch.Scratch(launch.output)};
-  dispatch.groups[0] = static_cast<uint32_t>(CeilDiv(encoded, kPageTokens));
+  dispatch.groups[0] = static_cast<uint32_t>(CeilDiv(encoded, kSimd));
   dispatch.groups[1] = static_cast<uint32_t>(CeilDiv(tokens * (num_heads / format_.kv_num_heads), 2));
   dispatch.groups[2] = static_cast<uint32_t>(format_.kv_num_heads);
   context_.device().Launch(dispatch);

@@ -7,7 +7,9 @@ std::string metal_backend::Reason() { return "built without Metal: not macOS"; }
 std::unique_ptr<Device> metal_backend::Make() { return nullptr; }
 #endif
 #if !defined(KVFUSE_CUDA)
-std::string cuda_backend::Reason() { return "built without CUDA: nvcc or an NVIDIA driver was missing when kvfuse was built"; }
+std::string cuda_backend::Reason() {
+  return "built without CUDA: nvcc or an NVIDIA driver was missing when kvfuse was built";
+}
 std::unique_ptr<Device> cuda_backend::Make() { return nullptr; }
 #endif
 #if !defined(KVFUSE_EMULATED)

@@ -5,7 +5,7 @@
 namespace kvfuse_abi {
 
 enum Sizes {
-  kTile = 64,            // tokens of one low-bit page, which is also one step of a simdgroup
+  kTile = 64,            // tokens of one low-bit page; a simdgroup takes half of one at a time
   kExactTile = 16,       // tokens of one page of exact rows
   kSimd = 32,            // threads of a simdgroup
   kMaxHeadDim = 1024,    // channels of a row that fit the threadgroup memory of `append` and `merge`
@@ -120,8 +120,9 @@ enum AttendArgument {
 struct MergeArgs {
   int dim, pitch, rows, heads;
   int low_splits, exact_splits;
-  int rotate;  // the sums of low-bit values are rotated back
-  int sink;    // head_sink is given
+  int rotate;                     // the sums of low-bit values are rotated back
+  int sink;                       // head_sink is given
+  int output_head, output_token;  // strides of the output in floats
 };
 
 enum MergeArgument { kMergeArgs, kMergePartials, kMergeStats, kMergeHeadSink, kMergeOutput };

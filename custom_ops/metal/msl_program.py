@@ -1,89 +1,19 @@
-"""Finds what a Metal program declares: functions, kernels, constants; and refuses what the shims do not know."""
+"""Finds what a Metal program declares: functions, kernels, constants, threadgroup memory."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
 
+from msl_check import check_words, common_words
+from msl_kernels import Constant, Instance, Kernel, Parameter
 from msl_tokens import Token
-from msl_words import (
-    ATOMICS,
-    ATTRIBUTES,
-    BUILTINS,
-    FORBIDDEN,
-    KEYWORDS,
-    POSITIONS,
-    SCALARS,
-    SWIZZLES,
-    VECTORS,
-)
+from msl_words import ATTRIBUTES, POSITIONS
 
 _OPEN, _CLOSE = "([{", ")]}"
 
 
-@dataclass
-class Parameter:
-    """One parameter of a kernel: argument number `index`, or a position when that is -1."""
-
-    type: str  # as written, without the name: "device const float *"
-    name: str
-    index: int = -1
-    position: str = ""
-
-    @property
-    def reference(self) -> bool:
-        return self.type.endswith("&")
-
-    @property
-    def pointee(self) -> str:
-        """The type behind the pointer or reference, without address space and const."""
-        return re.sub(r"\b(device|constant|const)\b", "", self.type[:-1]).strip()
-
-    @property
-    def writable(self) -> bool:
-        return not re.search(r"\b(constant|const)\b", self.type)
-
-
-@dataclass
-class Kernel:
-    """A kernel function, `template_names` empty unless it is a template."""
-
-    name: str
-    parameters: list[Parameter]
-    token: Token  # the word `kernel`
-    end: Token  # the brace that closes its body
-    template_header: str = ""
-    template_names: list[str] = field(default_factory=list)
-    max_threads: int = 0  # 0: the source does not say
-
-    @property
-    def arguments(self) -> list[Parameter]:
-        return sorted((p for p in self.parameters if p.index >= 0), key=lambda p: p.index)
-
-
-@dataclass
-class Constant:
-    """A function constant; `values` are those its comment declares: `// values: 0, 1`."""
-
-    name: str
-    type: str
-    index: int
-    first: Token
-    last: Token
-    values: tuple[int, ...]
-
-
-@dataclass
-class Instance:
-    """What the host calls `name`: a kernel, or one instance of a template."""
-
-    name: str
-    kernel: str
-    template_arguments: str = ""
-
-
 class Program:
-    """Parsed tokens. Editing is left to the writers; the only edits made here are words that all of them share."""
+    """A parsed program. Tokens of attributes are emptied here; all other editing is left to the writers."""
 
     def __init__(self, all_tokens: list[Token]):
         self.all = all_tokens
@@ -92,9 +22,7 @@ class Program:
         self.constants: list[Constant] = []
         self.instances: list[Instance] = []
         self.functions: list[Token] = []  # first token of every function that is no kernel
-        self.globals: list[
-            tuple[Token, list[Token]]
-        ] = []  # `constant` at program scope, and its const/constexpr
+        self.globals: list[tuple[Token, list[Token]]] = []  # `constant`, and const or constexpr beside it
         self.shared: list[list[Token]] = []  # threadgroup variables, from `threadgroup` to before `;`
         self.names: set[str] = set()
         self.uses: dict[str, set[str]] = {}  # function or macro -> names in its body
@@ -105,10 +33,8 @@ class Program:
                 self.names.add(macro.group(1))
                 self.uses[macro.group(1)] = set(re.findall(r"\w+", token.text[macro.end() :]))
         self._scope(0, len(self.code), in_struct=False)
-        self._common_words()
-        self._check_words()
-
-    # -- grammar -----------------------------------------------------------------------------------------------------
+        common_words(self.code)
+        check_words(self.code, self.names)
 
     def _closing(self, i: int) -> int:
         """Index of the bracket that closes the one at i."""
@@ -117,7 +43,7 @@ class Program:
             depth += (self.code[j].text in _OPEN) - (self.code[j].text in _CLOSE)
             if depth == 0:
                 return j
-        self.code[i].fail("a closing bracket")
+        raise self.code[i].error("a closing bracket")
 
     def _after_angles(self, i: int) -> int:
         """Index after the `>` that closes the `<` at i."""
@@ -126,7 +52,7 @@ class Program:
             depth += (self.code[j].text == "<") - (self.code[j].text == ">")
             if depth == 0:
                 return j + 1
-        self.code[i].fail("a closing '>'")
+        raise self.code[i].error("a closing '>'")
 
     def _text(self, i: int, end: int) -> str:
         return " ".join(t.text for t in self.code[i:end])
@@ -388,40 +314,3 @@ class Program:
             reached |= ahead
             ahead = set().union(*(self.uses.get(name, set()) for name in ahead)) - reached
         return [constant for constant in self.constants if constant.name in reached]
-
-    # -- words -------------------------------------------------------------------------------------------------------
-
-    def _common_words(self) -> None:
-        """Literals without a suffix are float in Metal; swizzles become calls."""
-        for i, token in enumerate(self.code):
-            if token.kind == "number" and re.fullmatch(
-                r"(\d[\d']*\.[\d']*|\.\d+)([eE][-+]?\d+)?|\d+[eE][-+]?\d+", token.text
-            ):
-                token.out = token.text + "f"
-            elif token.kind == "number" and token.text[-1] in "hH" and not token.text.startswith("0x"):
-                value = token.text[:-1]
-                token.out = f"half({value if '.' in value or 'e' in value else value + '.0'}f)"
-            elif (
-                token.text in SWIZZLES and i and self.code[i - 1].text == "." and self.code[i + 1].text != "("
-            ):
-                if self.code[i + 1].text == "=" and self.code[i + 2].text != "=":
-                    token.fail("a swizzle that is read, not written")
-                token.out = token.text + "()"
-
-    def _check_words(self) -> None:
-        known = BUILTINS | SCALARS | VECTORS | ATOMICS | KEYWORDS | self.names
-        for i, token in enumerate(self.code):
-            if token.text == "[" and token.out and self.code[i + 1].text in ("&", "=", "]"):
-                if self.code[i - 1].kind != "name" and self.code[i - 1].text not in ("]", ")", ">"):
-                    token.fail("no lambda")
-            if token.kind != "name" or not token.out:
-                continue
-            if token.text in FORBIDDEN:
-                token.fail("a word of the Metal Shading Language that the shims know")
-            following = self.code[i + 1].text if i + 1 < len(self.code) else ""
-            before = self.code[i - 1] if i else None
-            declares = (
-                before and before.kind == "name" and before.text not in KEYWORDS and before.text != "kernel"
-            )
-            if following == "(" and token.text not in known and not declares:
-                token.fail("a function of this program or a Metal builtin that the shims know")

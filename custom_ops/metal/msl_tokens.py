@@ -47,8 +47,13 @@ class Token:
         """Whether the token means nothing to the grammar."""
         return self.kind in ("space", "comment", "directive")
 
+    def error(self, expected: str) -> TranslationError:
+        """The sentence that something else was expected here."""
+        return TranslationError(f"{self.file}:{self.line}: [metal] expected {expected}; found '{self.text}'")
+
     def fail(self, expected: str) -> NoReturn:
-        raise TranslationError(f"{self.file}:{self.line}: [metal] expected {expected}; found '{self.text}'")
+        """Raises that sentence."""
+        raise self.error(expected)
 
 
 def tokens(text: str, file: str) -> Iterator[Token]:

@@ -5,216 +5,52 @@ The shims (device/shim/) define every word of BUILTINS; a word is added here and
 
 from __future__ import annotations
 
-SCALARS = frozenset(
-    [
-        "bool",
-        "char",
-        "uchar",
-        "short",
-        "ushort",
-        "int",
-        "uint",
-        "long",
-        "ulong",
-        "half",
-        "float",
-        "size_t",
-        "ptrdiff_t",
-        "int8_t",
-        "uint8_t",
-        "int16_t",
-        "uint16_t",
-        "int32_t",
-        "uint32_t",
-        "int64_t",
-        "uint64_t",
-    ]
+
+def words(text: str) -> frozenset[str]:
+    """The set of the words of a text."""
+    return frozenset(text.split())
+
+
+SCALARS = words(
+    "bool char uchar short ushort int uint long ulong half float size_t ptrdiff_t "
+    "int8_t uint8_t int16_t uint16_t int32_t uint32_t int64_t uint64_t"
 )
 VECTORS = frozenset(
     f"{scalar}{size}"
-    for scalar in [
-        "bool",
-        "char",
-        "uchar",
-        "short",
-        "ushort",
-        "int",
-        "uint",
-        "long",
-        "ulong",
-        "half",
-        "float",
-    ]
+    for scalar in words("bool char uchar short ushort int uint long ulong half float")
     for size in (2, 3, 4)
 )
 ATOMICS = frozenset(("atomic_int", "atomic_uint"))
 
 # Words that stand before a parenthesis without being a call.
-KEYWORDS = frozenset(
-    [
-        "if",
-        "for",
-        "while",
-        "switch",
-        "return",
-        "sizeof",
-        "alignof",
-        "alignas",
-        "decltype",
-        "static_assert",
-        "constexpr",
-        "else",
-        "do",
-        "case",
-        "and",
-        "or",
-        "not",
-        "operator",
-        "explicit",
-        "noexcept",
-        "static_cast",
-        "reinterpret_cast",
-        "const_cast",
-    ]
+KEYWORDS = words(
+    "if for while switch return sizeof alignof alignas decltype static_assert constexpr else do case "
+    "and or not operator explicit noexcept static_cast reinterpret_cast const_cast"
 )
 
 # C++ that Metal lacks (or that must not be used in a kernel), although a host compiler would take it.
-FORBIDDEN = frozenset(
-    [
-        "double",
-        "new",
-        "delete",
-        "throw",
-        "try",
-        "catch",
-        "goto",
-        "virtual",
-        "dynamic_cast",
-        "typeid",
-        "thread_local",
-        "std",
-        "asm",
-        "mutable",
-        "printf",
-        "malloc",
-        "free",
-        "memcpy",
-        "memset",
-        "__shared__",
-        "__global__",
-        "__device__",
-        "volatile",
-    ]
+FORBIDDEN = words(
+    "double new delete throw try catch goto virtual dynamic_cast typeid thread_local std asm mutable "
+    "printf malloc free memcpy memset __shared__ __global__ __device__ volatile"
 )
 
-MATH = frozenset(
-    [
-        "abs",
-        "absdiff",
-        "acos",
-        "asin",
-        "atan",
-        "atan2",
-        "ceil",
-        "clamp",
-        "copysign",
-        "cos",
-        "cosh",
-        "exp",
-        "exp10",
-        "exp2",
-        "fabs",
-        "fdim",
-        "floor",
-        "fma",
-        "fmax",
-        "fmin",
-        "fmod",
-        "fract",
-        "isfinite",
-        "isinf",
-        "isnan",
-        "isnormal",
-        "ldexp",
-        "log",
-        "log10",
-        "log2",
-        "max",
-        "min",
-        "mix",
-        "pow",
-        "powr",
-        "rint",
-        "round",
-        "rsqrt",
-        "saturate",
-        "select",
-        "sign",
-        "signbit",
-        "sin",
-        "sinh",
-        "sqrt",
-        "step",
-        "tan",
-        "tanh",
-        "trunc",
-        "dot",
-        "any",
-        "all",
-        "length",
-    ]
+MATH = words(
+    "abs absdiff acos asin atan atan2 ceil clamp copysign cos cosh exp exp10 exp2 fabs fdim floor fma fmax "
+    "fmin fmod fract isfinite isinf isnan isnormal ldexp log log10 log2 max min mix pow powr rint round "
+    "rsqrt saturate select sign signbit sin sinh sqrt step tan tanh trunc dot any all length"
 )
-INTEGER = frozenset(
-    [
-        "clz",
-        "ctz",
-        "popcount",
-        "extract_bits",
-        "insert_bits",
-        "mulhi",
-        "mul24",
-        "mad24",
-        "reverse_bits",
-        "rotate",
-    ]
-)
-SIMD = frozenset(
-    [
-        "simd_sum",
-        "simd_product",
-        "simd_max",
-        "simd_min",
-        "simd_and",
-        "simd_or",
-        "simd_xor",
-        "simd_any",
-        "simd_all",
-        "simd_broadcast",
-        "simd_broadcast_first",
-        "simd_shuffle",
-        "simd_shuffle_xor",
-        "simd_shuffle_up",
-        "simd_shuffle_down",
-        "simd_prefix_inclusive_sum",
-        "simd_prefix_exclusive_sum",
-        "simd_is_first",
-    ]
+INTEGER = words("clz ctz popcount extract_bits insert_bits mulhi mul24 mad24 reverse_bits rotate")
+SIMD = words(
+    "simd_sum simd_product simd_max simd_min simd_and simd_or simd_xor simd_any simd_all "
+    "simd_broadcast simd_broadcast_first simd_shuffle simd_shuffle_xor simd_shuffle_up simd_shuffle_down "
+    "simd_prefix_inclusive_sum simd_prefix_exclusive_sum simd_is_first"
 )
 BARRIERS = frozenset(("threadgroup_barrier", "simdgroup_barrier"))
 ATOMIC_CALLS = frozenset(
     f"atomic_{call}_explicit"
-    for call in [
-        "load",
-        "store",
-        "exchange",
-        "fetch_add",
-        "fetch_sub",
-        "fetch_min",
-        "fetch_max",
-        "fetch_and",
-        "fetch_or",
-        "fetch_xor",
-    ]
+    for call in words(
+        "load store exchange fetch_add fetch_sub fetch_min fetch_max fetch_and fetch_or fetch_xor"
+    )
 )
 BUILTINS = MATH | INTEGER | SIMD | BARRIERS | ATOMIC_CALLS | {"as_type"}
 
@@ -240,6 +76,4 @@ ATTRIBUTES = frozenset(POSITIONS) | {
     "max_total_threads_per_threadgroup",
 }
 
-SWIZZLES = frozenset(
-    ["xy", "xz", "xw", "yz", "yw", "zw", "yx", "wz", "xx", "yy", "zz", "ww", "xyz", "yzw", "xyzw"]
-)
+SWIZZLES = words("xy xz xw yz yw zw yx wz xx yy zz ww xyz yzw xyzw")

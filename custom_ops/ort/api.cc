@@ -155,16 +155,16 @@ std::string NodeName(const OrtKernelInfo* info) {
   return name;
 }
 
-const OrtLogger* Logger(const OrtKernelInfo* info) {
-  const OrtLogger* logger = nullptr;
-  Check(Api().KernelInfo_GetLogger(info, &logger));
-  return logger;
-}
-
 void LogWarning(OrtKernelContext* context, const std::string& sentence) {
   const OrtLogger* logger = nullptr;
   Check(Api().KernelContext_GetLogger(context, &logger));
   Check(Api().Logger_LogMessage(logger, ORT_LOGGING_LEVEL_WARNING, sentence.c_str(), ORT_FILE, __LINE__, "kvfuse"));
+}
+
+const OrtLogger* Logger(const OrtKernelInfo* info) {
+  const OrtLogger* logger = nullptr;
+  Check(Api().KernelInfo_GetLogger(info, &logger));
+  return logger;
 }
 
 std::string ConfigEntry(const OrtKernelInfo* info, const char* key) {

@@ -143,7 +143,8 @@ void ParallelFor(OrtKernelContext* context, size_t count, const Task& task) {
 class SdpaKernel {
  public:
   // On the CPU, or on the device of the session's provider.
-  SdpaKernel(const OrtKernelInfo* info, bool on_device) : attributes_(ReadSdpaAttributes(info)) {
+  SdpaKernel(const OrtKernelInfo* info, bool on_device)
+      : attributes_(ReadSdpaAttributes(info)), session_(ConfigEntry(info, "kvfuse.session")) {
     execution_ = FindExecution(Logger(info));
     if (!on_device) return;
     if (execution_ == nullptr) Fail(attributes_.where, " expected a session of ", kProviderName, "; found another");
@@ -210,7 +211,7 @@ class SdpaKernel {
            << kKeyErrorLimit << " of its size; found " << error << " with " << bits << "-bit keys: "
            << (bits < 8 ? "rewrite this layer with key_bits 8 (kvfuse rewrite --format auto does)"
                         : "rewrite this layer with key_bits 16");
-      Warnings::Global().Add(text.str());
+      Warnings::Global().Add(session_, text.str());
       LogWarning(context, text.str());
     }
   }
@@ -338,9 +339,10 @@ class SdpaKernel {
   }
 
   const SdpaAttributes attributes_;
+  const std::string session_;  // the token of kvfuse's own sessions
+  std::atomic<bool> warned_{false};
   std::shared_ptr<Execution> execution_;  // null when the session has no provider of ours
   CacheDevice* device_ = &CpuDevice();
-  std::atomic<bool> warned_{false};
   std::mutex private_mutex_;
   std::vector<std::shared_ptr<Sequence>> private_;
 };

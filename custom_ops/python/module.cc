@@ -139,7 +139,7 @@ PYBIND11_MODULE(_native, m) {
   m.def("sequence_exact_begin", [find](int64_t id) { return find(id)->ExactBegin(); }, unlocked);
   m.def("sequence_nbytes", [find](int64_t id) { return find(id)->Bytes(); }, unlocked);
   m.def("sequence_key_errors", [find](int64_t id) { return find(id)->KeyErrors(); }, unlocked);
-  m.def("take_warnings", [] { return kvfuse::Warnings::Global().Take(); });
+  m.def("take_warnings", [](const std::string& session) { return kvfuse::Warnings::Global().Take(session); });
   m.def("fork_sequence", [](int64_t id) { return SequenceTable::Global().Fork(id)->id(); }, unlocked);
   m.def(
       "reorder_sequences",

@@ -61,13 +61,6 @@ class Attention:
         norm = float(np.linalg.norm(expected))
         return float(np.linalg.norm(self.output(chosen) - expected)) / norm if norm else 0.0
 
-    def side_errors(self, chosen: KvFormat, exact: NDArray[np.float64]) -> tuple[float, float]:
-        """The errors with only the keys, and only the values, in that format (the other side as halves)."""
-        keys = dataclasses.replace(chosen, value_bits=16)
-        # With 16-bit keys nothing is centred or quantized on that side, queries included.
-        values = dataclasses.replace(chosen, key_bits=16)
-        return self.error(keys, exact), self.error(values, exact)
-
     def stored_keys(self, chosen: KvFormat) -> NDArray[np.float32]:
         """The first keys [K, n, D] of row 0 as a format stores them, without those held as floats."""
         attributes = {**self.attributes, "window_left": -1}

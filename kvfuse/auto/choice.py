@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 # Nats of loss for a nat of mean KL divergence. A small random disturbance of the logits raises the loss by
-# as much as the divergence; measured ratios on real models are 1.0 to 1.6 (docs/quality-auto.md), and the
+# as much as the divergence; measured ratios on real models are 0.9 to 1.6 (docs/quality-auto.md), and the
 # largest is used.
 LOSS_PER_KL = 1.6
 

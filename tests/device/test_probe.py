@@ -38,7 +38,7 @@ def test_floats(device):
     out = launch(device, "probe_floats", a, b, c, rows=8, count=2048, dtype=np.float32)
     np.testing.assert_array_equal(out[0], a * b + c)
     assert np.all(out[0][::2] == 0)
-    # fma: a product of two floats is exact in f64; where the sum is too (numbers of one size) f64 rounds only once.
+    # fma: the product is exact in f64, and so is the sum where both are of one size: then f64 rounds once.
     exact = a[::2].astype(np.float64) * b[::2]
     np.testing.assert_array_equal(out[1][::2], (exact + c[::2]).astype(np.float32))
     np.testing.assert_array_equal(out[2], a / b)

@@ -93,7 +93,8 @@ def test_lines_are_kept(translate, tmp_path, target):
         "constant float kMark2[2] = {1.0, 2.0};\n\n"
         "#define TWICE(x) \\\n  ((x) + (x))\n"
         f"kernel void mark3({PARAMETERS}) {{\n"
-        "  threadgroup float mark4[2 * kMark1];\n  /* more\n  lines */\n  out[i] = mark4[0] + TWICE(kMark2[1]);\n"
+        "  threadgroup float mark4[2 * kMark1];\n"
+        "  /* more\n  lines */\n  out[i] = mark4[0] + TWICE(kMark2[1]);\n"
         "}\nkernel void mark5(device int* out [[buffer(0)]]) { out[0] = 1; }\n"
     )
     code, out, printed = translate(target, text)

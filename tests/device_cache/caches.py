@@ -15,7 +15,18 @@ from kvfuse import _native
 Array = NDArray[Any]
 # KVFUSE_TEST_DEVICE names another one.
 DEVICE = os.environ.get("KVFUSE_TEST_DEVICE", "emulated")
-_FORMAT = "key_bits value_bits group_size codes rotation n_recent block n_sink window_left key_center".split()
+_FORMAT = [
+    "key_bits",
+    "value_bits",
+    "group_size",
+    "codes",
+    "rotation",
+    "n_recent",
+    "block",
+    "n_sink",
+    "window_left",
+    "key_center",
+]
 
 
 def make(config: OpConfig, tokens: Tokens, device: str = DEVICE, **options: Any) -> _native.LayerCache:

@@ -1,4 +1,4 @@
-"""Codes, scales' bits, block means and int32 scores of the device kernels: `==` the NumPy model and the CPU."""
+"""Codes, scale bits, block means and int32 scores of the device kernels `==` the model's and the CPU's."""
 
 import numpy as np
 import pytest

@@ -6,7 +6,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from caches import DEVICE, Tokens, assert_canonical, assert_close, assert_same, feed, make, model, random_tokens, step
+from caches import (
+    DEVICE,
+    Tokens,
+    assert_canonical,
+    assert_close,
+    assert_same,
+    feed,
+    make,
+    model,
+    random_tokens,
+    step,
+)
 from reference import OpConfig
 
 from kvfuse import _native
@@ -21,6 +32,15 @@ CONFIGS = [
     OpConfig(n_recent=20, block=8, key_bits=16, rotation="none", n_sink=1000),
     PRESET,
 ]
+
+
+def refusal(cache: object, length: int) -> str | None:
+    """The sentence with which a cache refuses to be cut to `length`; None when it does what is asked."""
+    try:
+        cache.truncate(length)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 class Pair:
@@ -65,14 +85,11 @@ def test_random_histories(config: OpConfig, seed: int) -> None:
             pair.step(tokens, commit=False)
         elif action == "truncate":
             length = max(0, pair.cpu.length - int(rng.integers(0, 50)))
-            try:
-                pair.cpu.truncate(length)
-            except ValueError as error:
-                with pytest.raises(ValueError, match="the sliding window has freed older tokens") as found:
-                    pair.device.truncate(length)
-                assert str(found.value) == str(error)
+            refused = [refusal(cache, length) for cache in (pair.cpu, pair.device)]
+            assert refused[0] == refused[1]
+            if refused[0] is not None:
+                assert "the sliding window has freed older tokens" in refused[0]
                 continue
-            pair.device.truncate(length)
         elif action == "fork":
             pairs.append(pair.fork())
         else:
@@ -163,7 +180,7 @@ def test_memory_is_counted_and_freed() -> None:
         step(cache, config, tokens.part(begin, begin + 40), settle=False)
         assert cache.nbytes == expected
         cache.settle()
-    # Pages of 64 tokens, (64 / 2 + 4) bytes a side and token; the window and its slack span at most 3 of them.
+    # Pages of 64 tokens, (64 / 2 + 4) bytes a side and token; window and slack span at most 3 of them.
     page = 64 * 2 * (64 // 2 + 4)
     assert 0 < cache.nbytes <= 3 * page
     cache.truncate(0)

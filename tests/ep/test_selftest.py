@@ -1,5 +1,7 @@
 """`kvfuse doctor --selftest`: one line per device, and it fails when a kernel is wrong."""
 
+import copy
+import functools
 import json
 
 import numpy as np
@@ -12,6 +14,7 @@ from kvfuse.cli import app
 from kvfuse.doctor import diagnose, diagnose_devices
 
 RUNNER = CliRunner()
+RUN = device_selftest._run
 
 
 def test_one_line_per_device():
@@ -23,7 +26,8 @@ def test_one_line_per_device():
         assert line == f"{device.name}: {expected}"
 
 
-def test_json_says_the_same():
+def test_json_says_the_same(monkeypatch):
+    monkeypatch.setattr(device_selftest, "check_device", lambda name: None)
     done = RUNNER.invoke(app, ["doctor", "--selftest", "--json"])
     found = json.loads(done.stdout)
     assert found["healthy"]
@@ -36,17 +40,23 @@ def test_the_doctor_lists_devices():
     assert listed == {device.name: device.usable for device in kvfuse.devices()}
 
 
-def _on_device(name, change):
-    """Wraps _run so that on any device but the CPU its results are changed."""
-    plain = device_selftest._run
+@functools.cache
+def _plain(device, case):
+    """A true run of one case: (state, output)."""
+    return RUN(device, device_selftest.CASES[case], device_selftest._tokens())
 
-    def changed(device, attributes, tokens):
-        state, output = plain(device, attributes, tokens)
-        if device != "cpu" and attributes == device_selftest.CASES[name]:
+
+def _changed(case, change):
+    """A _run whose results on any device but the CPU are changed in one case."""
+
+    def run(device, attributes, tokens, variant=None):
+        name = next(n for n, a in device_selftest.CASES.items() if a == attributes)
+        state, output = copy.deepcopy(_plain(device, name))
+        if device != "cpu" and name == case:
             change(state, output)
         return state, output
 
-    return changed
+    return run
 
 
 @pytest.mark.parametrize("case", device_selftest.CASES)
@@ -66,12 +76,13 @@ def test_one_wrong_number_fails(monkeypatch, device, case, part, sentence):
         else:
             array.flat[-1] += np.float32(2e-5)
 
-    monkeypatch.setattr(device_selftest, "_run", _on_device(case, change))
+    monkeypatch.setattr(device_selftest, "_run", _changed(case, change))
     found = device_selftest.check_device(device)
     assert found is not None
     assert found.startswith(sentence)
     assert case in found
-    assert device_selftest.check_device("cpu") is None
+    monkeypatch.setattr(device_selftest, "_run", _changed(case, lambda state, output: None))
+    assert device_selftest.check_device(device) is None
 
 
 def test_a_failing_device_is_a_problem_and_exit_code_1(monkeypatch, device):

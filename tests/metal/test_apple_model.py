@@ -25,7 +25,7 @@ inline float chain(device const float* data, float x) {
   return as_type<float>(mixed(1, 2u));               // what mixed costs
 }
 """
-KERNELS = apple_model.KERNELS.read_text(encoding="utf-8")
+KERNELS = apple_model.kernel_text(apple_model.KERNELS)
 of_the_counted_text = pytest.mark.skipif(
     apple_model.digest_of(KERNELS) != apple_model.COUNTED,
     reason="the kernel text has changed since it was counted: benchmarks/apple_model.py says what to do",

@@ -54,7 +54,17 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def build_from_sources(compiler: str, folder: Path, *flags: str) -> Path:
     """The test program and the kernels in one file, without the library."""
-    beside = {"file", "frozen", "layer_cache", "layer_snapshot", "page", "safetensors", "sequence"}
+    beside = {
+        "file",
+        "frozen",
+        "key_guard",
+        "warnings",
+        "layer_cache",
+        "layer_snapshot",
+        "page",
+        "safetensors",
+        "sequence",
+    }
     kernels = [file for file in (ROOT / "custom_ops" / "cpu").glob("*.cc") if file.stem not in beside]
     sources = [PROGRAM, *kernels]
 

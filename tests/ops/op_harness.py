@@ -25,8 +25,8 @@ Array = NDArray[Any]
 # any test here also tests that device.
 DEVICE = os.environ.get("KVFUSE_TEST_DEVICE", "cpu")
 VARIANT = os.environ.get("KVFUSE_TEST_VARIANT")  # of the device's kernels; None: its default
-# Device memory is not the process's: what counts that is of the CPU.
-only_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="counts the memory of the process")
+# What counts bytes is of the CPU: a device's are not the process's, and pad rows to 16 bytes.
+only_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="counts the bytes of the CPU's layout")
 _tokens = itertools.count()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from op_graph import Graph
-from op_harness import OpSession, feed, random_history, sequences
+from op_harness import OpSession, feed, only_cpu, random_history, sequences
 from reference import OpConfig
 from reference.cache import bytes_per_token
 
@@ -117,6 +117,7 @@ def fill_unattended(session: OpSession, begin: int, end: int, dim: int) -> None:
         begin += count
 
 
+@only_cpu
 @pytest.mark.parametrize("name", ["default", "preset"])
 def test_total_is_the_formula_from_1k_to_128k_tokens(name: str) -> None:
     """Low-bit tokens take the formula's bytes to 2 %; what is exact stays the same however long the cache."""
@@ -141,6 +142,7 @@ def private_bytes() -> int:
     return int(next(line for line in lines if line.startswith("Private_Dirty:")).split()[1]) * 1024
 
 
+@only_cpu
 @pytest.mark.skipif(
     not Path("/proc/self/smaps_rollup").exists() or "KVFUSE_SANITIZER" in os.environ,
     reason="reads /proc, which a sanitizer fills",

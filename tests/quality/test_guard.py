@@ -1,4 +1,4 @@
-"""The run-time guard: a look at the first low-bit keys, a warning where they cannot work, and no change of bytes."""
+"""The run-time guard: a look at the first low-bit keys, a warning where they fail, no change of bytes."""
 
 import dataclasses
 import functools
@@ -7,6 +7,7 @@ import sys
 import warnings
 
 import numpy as np
+import onnxruntime
 import pytest
 
 import kvfuse
@@ -17,7 +18,7 @@ from kvfuse.auto.rewritten import EXACT
 from kvfuse.formats import PRESETS, KvFormat
 
 DEFAULT = PRESETS["default"]
-# The weakest format: one scale for all channels of a token, which a large channel makes too coarse for the rest.
+# One scale for all channels of a token: a large channel makes it too coarse for the rest.
 COARSE = dataclasses.replace(DEFAULT, group_size=0, rotation="none", key_center="none", n_sink=0)
 TOKENS = 512
 LIMIT = 0.25
@@ -106,7 +107,7 @@ def test_it_tells_the_error_of_the_whole_layer(name, chosen):
 
     The errors go from 0.003 to 0.6, so a guard that measured something else would be found out.
     """
-    data = {side: array for side, array in operands(name).items()}
+    data = operands(name)
     whole = one.Attention(
         {"axis": 2, "scale": 64**-0.5, "causal": 1, "window_left": -1, "softcap": 0.0}, data
     )
@@ -202,7 +203,13 @@ def test_plain_onnxruntime_logs_the_warning(tmp_path):
     assert "[layer 'layers.5'] expected low-bit keys" in done.stderr
 
 
-def test_sentences_are_taken_once():
-    with pytest.warns(kvfuse.PrecisionWarning):
-        run(session(COARSE), "outliers_20")
-    assert _native.take_warnings() == []
+def test_sentences_go_to_their_own_session():
+    """One that runs in plain onnxruntime, or in another session, is nobody else's warning."""
+    failing, other = session(COARSE), session(DEFAULT)
+    part = operands("outliers_20")
+    onnxruntime.InferenceSession.run(failing, None, {**part, "kv_past_length": np.array([0])})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(other, "usual")
+    assert len(_native.take_warnings(failing._token)) == 1
+    assert _native.take_warnings(failing._token) == []

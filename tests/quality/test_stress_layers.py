@@ -15,7 +15,7 @@ from kvfuse.formats import PRESETS
 SIZE = 64
 DEFAULT, INT4 = PRESETS["default"], PRESETS["int4"]
 PLAIN = dataclasses.replace(INT4, rotation="none")
-# The promise for every layer that is like a real one; what an unrotated 4-bit cache per token does to the hard ones.
+# The promise for every layer that is like a real one; what unrotated 4-bit rows do to the hard ones.
 BOUND, BROKEN = 0.15, 0.4
 # The last two are hard in another way: 4-bit values are all their error, or nothing is.
 KEYS_BREAK = [
@@ -55,7 +55,7 @@ def test_and_the_layer_is_as_hard_as_it_says(name):
 
 
 def test_the_usual_layer_is_spread_as_a_real_one_is():
-    # SmolLM2-135M: first tokens 0.24, newest 64 tokens 0.42, 6 to 104 effective tokens (see the module's docstring).
+    # SmolLM2-135M: first tokens 0.24, newest 64 tokens 0.42, 6 to 104 effective tokens (see the generator).
     shape = shape_of(layer("usual"))
     assert 0.1 <= shape.sink <= 0.4
     assert 0.3 <= shape.newest <= 0.6
@@ -91,8 +91,8 @@ def test_the_error_is_the_formats_and_not_the_kernels(name, chosen):
     )[0]
     found = attention(name).output(chosen)[0, :, -steps:]
     size = np.linalg.norm(float_output)
-    # The kernel keeps softmax weights in 16 bits and float32 sums, which leaves less than 1e-4 of the output; the
-    # smallest error of a format here is 2.3e-3 of it.
+    # The kernel keeps softmax weights in 16 bits and float32 sums, which leaves less than 1e-4 of the output;
+    # the smallest error of a format here is 2.3e-3 of it.
     assert np.linalg.norm(found - expected) <= 5e-4 * size
     error = np.linalg.norm(expected - float_output)
     assert error >= 2e-3 * size

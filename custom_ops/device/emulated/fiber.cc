@@ -8,8 +8,13 @@
 
 #include "kvfuse/error.h"
 
-#if !defined(__x86_64__) && !defined(__aarch64__)
+// Without assembly for this processor (or to test that), the C library switches, which asks the kernel each time.
+#if (!defined(__x86_64__) && !defined(__aarch64__)) || defined(KVFUSE_UCONTEXT)
+#undef KVFUSE_UCONTEXT
+#define KVFUSE_UCONTEXT 1
 #include <ucontext.h>
+#else
+#define KVFUSE_UCONTEXT 0
 #endif
 
 // The sanitizers' interface, present only in programs that are built with them. This file itself is compiled without:
@@ -41,7 +46,8 @@ size_t StackBytes() {
 
 }  // namespace
 
-#if defined(__x86_64__)
+#if KVFUSE_UCONTEXT
+#elif defined(__x86_64__)
 extern "C" void kvfuse_switch_stack(void** save, void* load);
 asm(R"(
 .text
@@ -112,7 +118,7 @@ Fiber::~Fiber() {
     munmap(stack_ - page, size_ + page);
   }
   if (stack_ != nullptr && tsan_fiber_ != nullptr) __tsan_destroy_fiber(tsan_fiber_);
-#if !defined(__x86_64__) && !defined(__aarch64__)
+#if KVFUSE_UCONTEXT
   delete static_cast<ucontext_t*>(context_);
 #endif
 }
@@ -148,7 +154,15 @@ void Fiber::Start(void (*entry)(void*), void* argument) {
   argument_ = argument;
   asan_stack_ = nullptr;
   Allow(stack_, size_);
-#if defined(__x86_64__)
+#if KVFUSE_UCONTEXT
+  if (context_ == nullptr) context_ = new ucontext_t;
+  auto* context = static_cast<ucontext_t*>(context_);
+  getcontext(context);
+  context->uc_stack.ss_sp = stack_;
+  context->uc_stack.ss_size = size_;
+  context->uc_link = nullptr;
+  makecontext(context, &Enter, 0);
+#elif defined(__x86_64__)
   auto* top = reinterpret_cast<uint64_t*>(stack_ + size_);
   *--top = 0;                                   // where Enter would return to
   *--top = reinterpret_cast<uint64_t>(&Enter);  // and where the switch returns to
@@ -159,27 +173,19 @@ void Fiber::Start(void (*entry)(void*), void* argument) {
   std::memset(top, 0, 160);
   top[11] = reinterpret_cast<uint64_t>(&Enter);  // x30
   stack_pointer_ = top;
-#else
-  if (context_ == nullptr) context_ = new ucontext_t;
-  auto* context = static_cast<ucontext_t*>(context_);
-  getcontext(context);
-  context->uc_stack.ss_sp = stack_;
-  context->uc_stack.ss_size = size_;
-  context->uc_link = nullptr;
-  makecontext(context, &Enter, 0);
 #endif
 }
 
-void Fiber::Switch(Fiber& from, Fiber& to) {
-  if (__sanitizer_start_switch_fiber != nullptr)
-    __sanitizer_start_switch_fiber(&from.asan_stack_, to.bottom_, to.size_);
+void Fiber::Switch(Fiber& from, Fiber& to, bool for_good) {
+  if (__sanitizer_start_switch_fiber != nullptr)  // without a place to keep it, the sanitizer frees its own stack
+    __sanitizer_start_switch_fiber(for_good ? nullptr : &from.asan_stack_, to.bottom_, to.size_);
   if (__tsan_switch_to_fiber != nullptr) {
     if (from.tsan_fiber_ == nullptr) from.tsan_fiber_ = __tsan_get_current_fiber();
     __tsan_switch_to_fiber(to.tsan_fiber_, kTsanNoSync);
   }
   leaving = &from;
   arriving = &to;
-#if defined(__x86_64__) || defined(__aarch64__)
+#if !KVFUSE_UCONTEXT
   kvfuse_switch_stack(&from.stack_pointer_, to.stack_pointer_);
 #else
   if (from.context_ == nullptr) from.context_ = new ucontext_t;

@@ -15,8 +15,8 @@ class Fiber {
   // Makes the fiber ready to run `entry(argument)` from the start; what it ran before is forgotten. `entry` must not
   // return: it ends with a Switch that is never answered.
   void Start(void (*entry)(void*), void* argument);
-  // Leaves `from`, which is running, for `to`.
-  static void Switch(Fiber& from, Fiber& to);
+  // Leaves `from`, which is running, for `to`; `for_good` when `from` has nothing left to run.
+  static void Switch(Fiber& from, Fiber& to, bool for_good = false);
 
  private:
   static void Enter();

@@ -148,10 +148,10 @@ void Group::Block() {
   Release(&end_order_);  // should the thread never come back: the host goes on after all that it did
   if (next == nullptr) {
     if (alive_ != 0) problem_ = WhyStuck();
-    Fiber::Switch(self.fiber, main_);
+    Fiber::Switch(self.fiber, main_, self.state == Thread::kDone);
   } else {
     current_ = next;
-    Fiber::Switch(self.fiber, next->fiber);
+    Fiber::Switch(self.fiber, next->fiber, self.state == Thread::kDone);
   }
 }
 
@@ -175,7 +175,7 @@ Problem Group::WhyStuck() const {
 void Group::Abandon(const Problem& problem) {
   problem_ = problem;
   Release(&end_order_);
-  Fiber::Switch(current_->fiber, main_);
+  Fiber::Switch(current_->fiber, main_, true);
   __builtin_unreachable();
 }
 

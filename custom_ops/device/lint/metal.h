@@ -84,19 +84,19 @@ namespace metal {
 #define KVFUSE_TO_BOOL(name) \
   template <typename T>      \
   bool name(T);
-KVFUSE_1(abs)
-KVFUSE_1(acos)
-KVFUSE_1(asin) KVFUSE_1(atan) KVFUSE_1(ceil) KVFUSE_1(cos) KVFUSE_1(cosh) KVFUSE_1(exp) KVFUSE_1(exp10) KVFUSE_1(exp2)
-    KVFUSE_1(fabs) KVFUSE_1(floor) KVFUSE_1(fract) KVFUSE_1(log) KVFUSE_1(log10) KVFUSE_1(log2) KVFUSE_1(rint)
-        KVFUSE_1(round) KVFUSE_1(rsqrt) KVFUSE_1(saturate) KVFUSE_1(sign) KVFUSE_1(sin) KVFUSE_1(sinh) KVFUSE_1(sqrt)
-            KVFUSE_1(tan) KVFUSE_1(tanh) KVFUSE_1(trunc) KVFUSE_1(clz) KVFUSE_1(ctz) KVFUSE_1(popcount)
-                KVFUSE_1(reverse_bits) KVFUSE_2(atan2) KVFUSE_2(copysign) KVFUSE_2(fdim) KVFUSE_2(fmax) KVFUSE_2(fmin)
-                    KVFUSE_2(fmod) KVFUSE_2(max) KVFUSE_2(min) KVFUSE_2(pow) KVFUSE_2(powr) KVFUSE_2(step)
-                        KVFUSE_2(absdiff) KVFUSE_2(mulhi) KVFUSE_2(mul24) KVFUSE_2(rotate) KVFUSE_3(clamp) KVFUSE_3(fma)
-                            KVFUSE_3(mix) KVFUSE_3(mad24) KVFUSE_TO_BOOL(isfinite) KVFUSE_TO_BOOL(isinf)
-                                KVFUSE_TO_BOOL(isnan) KVFUSE_TO_BOOL(isnormal) KVFUSE_TO_BOOL(signbit)
-                                    KVFUSE_TO_BOOL(any) KVFUSE_TO_BOOL(all) template <typename T>
-                                    auto dot(T a, T) -> decltype(a.x + a.y);
+// clang-format off
+KVFUSE_1(abs) KVFUSE_1(acos) KVFUSE_1(asin) KVFUSE_1(atan) KVFUSE_1(ceil) KVFUSE_1(cos) KVFUSE_1(cosh) KVFUSE_1(exp)
+KVFUSE_1(exp10) KVFUSE_1(exp2) KVFUSE_1(fabs) KVFUSE_1(floor) KVFUSE_1(fract) KVFUSE_1(log) KVFUSE_1(log10)
+KVFUSE_1(log2) KVFUSE_1(rint) KVFUSE_1(round) KVFUSE_1(rsqrt) KVFUSE_1(saturate) KVFUSE_1(sign) KVFUSE_1(sin)
+KVFUSE_1(sinh) KVFUSE_1(sqrt) KVFUSE_1(tan) KVFUSE_1(tanh) KVFUSE_1(trunc) KVFUSE_1(clz) KVFUSE_1(ctz)
+KVFUSE_1(popcount) KVFUSE_1(reverse_bits) KVFUSE_2(atan2) KVFUSE_2(copysign) KVFUSE_2(fdim) KVFUSE_2(fmax)
+KVFUSE_2(fmin) KVFUSE_2(fmod) KVFUSE_2(max) KVFUSE_2(min) KVFUSE_2(pow) KVFUSE_2(powr) KVFUSE_2(step)
+KVFUSE_2(absdiff) KVFUSE_2(mulhi) KVFUSE_2(mul24) KVFUSE_2(rotate) KVFUSE_3(clamp) KVFUSE_3(fma) KVFUSE_3(mix)
+KVFUSE_3(mad24) KVFUSE_TO_BOOL(isfinite) KVFUSE_TO_BOOL(isinf) KVFUSE_TO_BOOL(isnan) KVFUSE_TO_BOOL(isnormal)
+KVFUSE_TO_BOOL(signbit) KVFUSE_TO_BOOL(any) KVFUSE_TO_BOOL(all);
+// clang-format on
+template <typename T>
+auto dot(T a, T) -> decltype(a.x + a.y);
 template <typename T>
 auto length(T a) -> decltype(a.x + a.y);
 template <typename T, typename C>
@@ -113,26 +113,23 @@ namespace fast {
 using namespace metal;
 }
 
-KVFUSE_1(simd_sum)
-KVFUSE_1(simd_product)
-KVFUSE_1(simd_max) KVFUSE_1(simd_min) KVFUSE_1(simd_and) KVFUSE_1(simd_or) KVFUSE_1(simd_xor)
-    KVFUSE_1(simd_broadcast_first) KVFUSE_1(simd_prefix_inclusive_sum)
-        KVFUSE_1(simd_prefix_exclusive_sum) bool simd_any(bool);
+// clang-format off
+KVFUSE_1(simd_sum) KVFUSE_1(simd_product) KVFUSE_1(simd_max) KVFUSE_1(simd_min) KVFUSE_1(simd_and) KVFUSE_1(simd_or)
+KVFUSE_1(simd_xor) KVFUSE_1(simd_broadcast_first) KVFUSE_1(simd_prefix_inclusive_sum)
+KVFUSE_1(simd_prefix_exclusive_sum);
+// clang-format on
+bool simd_any(bool);
 bool simd_all(bool);
 bool simd_is_first();
 #define KVFUSE_LANE(name) \
   template <typename T>   \
   T name(T, ushort);
-KVFUSE_LANE(simd_broadcast)
-KVFUSE_LANE(simd_shuffle)
-KVFUSE_LANE(simd_shuffle_xor) KVFUSE_LANE(simd_shuffle_up) KVFUSE_LANE(simd_shuffle_down)
+// clang-format off
+KVFUSE_LANE(simd_broadcast) KVFUSE_LANE(simd_shuffle) KVFUSE_LANE(simd_shuffle_xor) KVFUSE_LANE(simd_shuffle_up)
+KVFUSE_LANE(simd_shuffle_down);
+// clang-format on
 
-    enum class mem_flags {
-      mem_none,
-      mem_device,
-      mem_threadgroup,
-      mem_texture
-    };
+enum class mem_flags { mem_none, mem_device, mem_threadgroup, mem_texture };
 mem_flags operator|(mem_flags, mem_flags);
 void threadgroup_barrier(mem_flags);
 void simdgroup_barrier(mem_flags);
