@@ -389,7 +389,7 @@ std::vector<Case> Grid() {
 // Int32 scores, exactly. Rows of integers whose group extremes are 7, -8 or 127 have the scale 1, so that codes are the
 // rows and a score is the integer q . k. A bias of -q . k, worked out here, turns every score into 0 and the output
 // into the mean of the values: a score that is wrong by one, in one key of T, moves weight by a factor of e. Extreme
-// codes make the sums large, which shows instructions that saturate.
+// codes make the sums of some keys large, which shows instructions that saturate.
 void CheckScores(const KernelTable& table, int bits, bool full, int group_size, int dim, int64_t total, int kind) {
   Case c;
   c.seed = static_cast<uint64_t>(dim * 1000 + kind);
@@ -412,7 +412,8 @@ void CheckScores(const KernelTable& table, int bits, bool full, int group_size, 
   const auto fill = [&](Tensor& tensor, int least, int most, int width, int extreme) {
     for (int64_t row = 0; row < tensor.heads * tensor.tokens; ++row)
       for (int i = 0; i < dim; ++i) {
-        const int any = kind == 0 ? random.Between(least, most) : kind == 1 ? most : random.OneIn(2) ? least : most;
+        const int same = row % 3 == 2 ? least : most;  // whole rows: sums as large as they get, but not in all rows
+        const int any = kind == 0 ? random.Between(least, most) : kind == 1 ? same : random.OneIn(2) ? least : most;
         tensor.at(0, row)[i] = static_cast<float>(i % width == 0 ? extreme : any);
       }
   };
@@ -441,6 +442,44 @@ void CheckScores(const KernelTable& table, int bits, bool full, int group_size, 
   }
 }
 
+// Weighted sums of values as large as they get, for instructions that saturate: every code is the largest (or the
+// least), so that every output is that number, and either plane of the weights takes its largest byte: the first token
+// has the weight 1, 127 * 256 steps; the others as well, or 64 * 256 + `low` steps, and `low` is what their lower plane
+// holds.
+void CheckValues(const KernelTable& table, int bits, int dim, bool largest, int low) {
+  Case c;
+  c.seed = static_cast<uint64_t>(dim);
+  c.format.kv_num_heads = 1;
+  c.format.key.dim = 8;
+  c.format.key.rotate = c.format.value.rotate = false;
+  c.format.value.dim = dim;
+  c.format.value.bits = bits;
+  c.group = 5;
+  c.past = 300;
+  c.causal = false;
+  c.bias = 2;
+  Problem problem(c);
+  const float value = static_cast<float>((largest ? 1 : -1) * (bits == 8 ? 127 : 7));
+  std::fill(problem.value.data.begin(), problem.value.data.end(), value);
+  std::fill(problem.query.data.begin(), problem.query.data.end(), 0.0f);
+  for (int64_t j = 0; j < c.total(); ++j)
+    problem.bias[j] = low == 0 || j % kSpan == 0 ? 0.0f : static_cast<float>(std::log((64 * 256 + low) / 32512.0));
+  // Weights, at least half of the largest, are off by 1/65024 of it.
+  const double tolerance = std::fabs(value) * (2.0 / 65024 + 8 * static_cast<double>(c.total()) * kUnit);
+  for (const float found : Attend(table, problem, Cache(table, problem)))
+    if (!(std::fabs(found - value) <= tolerance)) {
+      Report(table.name, "weighted values", Describe(c.format.value) + ", low plane " + std::to_string(low));
+      return;
+    }
+}
+
+void CheckAllValues(const KernelTable& table) {
+  for (const int bits : {4, 8})
+    for (const int dim : {8, 16, 24, 32, 64, 80, 96, 128})
+      for (const bool largest : {false, true})
+        for (const int low : {0, 127, -128}) CheckValues(table, bits, dim, largest, low);
+}
+
 void CheckAllScores(const KernelTable& table) {
   for (const int dim : {8, 12, 16, 32, 36, 64, 80, 96, 128, 256})
     for (const int group_size : {0, 32, 64})
@@ -457,6 +496,7 @@ void Check(const KernelTable& table, int cases) {
   CheckQuantizer(table);
   CheckStore(table);
   CheckAllScores(table);
+  CheckAllValues(table);
   double worst = 0.0;
   int count = 0;
   const auto attend = [&](const Case& c) {
