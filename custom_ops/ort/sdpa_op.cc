@@ -332,6 +332,12 @@ class SdpaKernel {
     for (const auto& row : work) phases = std::max(phases, row.size());
     for (size_t phase = 0; phase < phases; ++phase) {
       std::vector<std::pair<size_t, size_t>> pieces;  // row, piece
+      bool small = work.size() == 1;
+      for (size_t b = 0; b < work.size(); ++b) small &= phase < work[b].size() && work[b][phase].small;
+      if (small) {
+        for (size_t i = 0; i < work[0][phase].pieces; ++i) work[0][phase].run(i);
+        continue;
+      }
       for (size_t b = 0; b < work.size(); ++b)
         for (size_t i = 0; phase < work[b].size() && i < work[b][phase].pieces; ++i) pieces.emplace_back(b, i);
       ParallelFor(context, pieces.size(), [&](size_t i) { work[pieces[i].first][phase].run(pieces[i].second); });

@@ -48,6 +48,7 @@ struct StepArgs {
 struct Phase {
   size_t pieces = 0;
   std::function<void(size_t)> run;
+  bool small = false;  // all pieces together take less time than waking another thread
 };
 
 // A layer whose key_error is above this is known to fail. The default format gives 0.001-0.15 on real models; layers
