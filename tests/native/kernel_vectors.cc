@@ -492,6 +492,7 @@ void CheckAllScores(const KernelTable& table) {
 }
 
 void Check(const KernelTable& table, int cases) {
+  const int failures = g_failures;
   CheckRotation(table);
   CheckQuantizer(table);
   CheckStore(table);
@@ -507,8 +508,8 @@ void Check(const KernelTable& table, int cases) {
   const size_t step = cases == 0 ? grid.size() : std::max<size_t>(1, grid.size() / cases);
   for (size_t i = 0; i < grid.size(); i += step) attend(grid[i]);
   for (int seed = 0; seed < cases; ++seed) attend(AnyCase(static_cast<uint64_t>(seed)));
-  std::printf("%s %s: %d attention problems, largest error %.3f of the tolerance\n", g_failures == 0 ? "ok" : "FAILED",
-              table.name, count, worst);
+  std::printf("%s %s: %d attention problems, largest error %.3f of the tolerance\n",
+              g_failures == failures ? "ok" : "FAILED", table.name, count, worst);
 }
 
 int Main(int argc, char** argv) {
