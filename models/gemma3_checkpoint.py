@@ -2,14 +2,13 @@
 
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from gguf import GGUFReader, dequantize
 from tokenizers import Tokenizer
 
-from models.config import BuildError, require
+from models.config import require
 from models.gemma3_decoder import Gemma3Config
+from models.gguf_file import GgufFile, stored_name
 from models.spm_tokenizer import spm_bpe
 
 GLOBAL_NAMES = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
@@ -30,28 +29,11 @@ LAYER_NAMES = {
 }
 
 
-class Gemma3Checkpoint:
-    """One opened file; weights are memory-mapped and dequantized to f32 one at a time.
-
-    Args:
-        path: the .gguf file.
-
-    Raises:
-        BuildError: the file is not of the gemma3 architecture, or lacks a field.
-    """
+class Gemma3Checkpoint(GgufFile):
+    """One opened file of the gemma3 architecture."""
 
     def __init__(self, path: Path) -> None:
-        self._reader = GGUFReader(path)
-        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
-        architecture = self.field("general.architecture")
-        require(architecture == "gemma3", path.name, "architecture gemma3", architecture)
-
-    def field(self, key: str) -> Any:
-        """Returns one metadata value."""
-        field = self._reader.get_field(key)
-        if field is None:
-            raise BuildError(f"[{key}] expected a metadata field of that name; found none")
-        return field.contents()
+        super().__init__(path, "gemma3")
 
     @cached_property
     def config(self) -> Gemma3Config:
@@ -92,17 +74,4 @@ class Gemma3Checkpoint:
         Raises:
             BuildError: the file has no such tensor.
         """
-        stored = gguf_name(name)
-        tensor = self._tensors.get(stored)
-        if tensor is None:
-            raise BuildError(f"[{stored}] expected a tensor of that name; found none")
-        weight: np.ndarray = dequantize(tensor.data, tensor.tensor_type)
-        return weight
-
-
-def gguf_name(name: str) -> str:
-    """Translates a weight's usual name into the GGUF one."""
-    if name in GLOBAL_NAMES:
-        return GLOBAL_NAMES[name]
-    _, _, layer, part = name.split(".", 3)
-    return f"blk.{layer}.{LAYER_NAMES[part.removesuffix('.weight')]}.weight"
+        return self.stored_weight(stored_name(name, GLOBAL_NAMES, LAYER_NAMES))

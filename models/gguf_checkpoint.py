@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from gguf import GGUFReader, dequantize
 
-from models.config import BuildError, DecoderConfig, require
+from models.config import DecoderConfig, require
+from models.gguf_file import GgufFile, stored_name
 
 GLOBAL_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -38,28 +37,11 @@ class Vocabulary:
     special: list[int]
 
 
-class GgufCheckpoint:
-    """One opened file; weights are memory-mapped and dequantized to f32 one at a time.
-
-    Args:
-        path: the .gguf file.
-
-    Raises:
-        BuildError: the file is not of the llama architecture, or lacks a field.
-    """
+class GgufCheckpoint(GgufFile):
+    """One opened file of the llama architecture."""
 
     def __init__(self, path: Path) -> None:
-        self._reader = GGUFReader(path)
-        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
-        architecture = self.field("general.architecture")
-        require(architecture == "llama", path.name, "architecture llama", architecture)
-
-    def field(self, key: str) -> Any:
-        """Returns one metadata value."""
-        field = self._reader.get_field(key)
-        if field is None:
-            raise BuildError(f"[{key}] expected a metadata field of that name; found none")
-        return field.contents()
+        super().__init__(path, "llama")
 
     @cached_property
     def config(self) -> DecoderConfig:
@@ -105,21 +87,10 @@ class GgufCheckpoint:
             return rotate_half_rows(stored, self.config.kv_num_heads)
         return stored
 
-    def stored_weight(self, name: str) -> np.ndarray:
-        """Returns one tensor, f32, under its GGUF name and in its GGUF row order."""
-        tensor = self._tensors.get(name)
-        if tensor is None:
-            raise BuildError(f"[{name}] expected a tensor of that name; found none")
-        weight: np.ndarray = dequantize(tensor.data, tensor.tensor_type)
-        return weight
-
 
 def gguf_name(name: str) -> str:
     """Translates a weight's usual name into the GGUF one."""
-    if name in GLOBAL_NAMES:
-        return GLOBAL_NAMES[name]
-    _, _, layer, part = name.split(".", 3)
-    return f"blk.{layer}.{LAYER_NAMES[part.removesuffix('.weight')]}.weight"
+    return stored_name(name, GLOBAL_NAMES, LAYER_NAMES)
 
 
 def rotate_half_rows(weight: np.ndarray, heads: int) -> np.ndarray:
