@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvfuse.library import native
 from kvfuse.provider import GPUS, VARIANTS
-from kvfuse.selftest import dequantize, hadamard
+from kvfuse.selftest import dequantize, hadamard, plain_attributes
 
 Array = NDArray[np.float64]
 State = dict[str, Any]
@@ -25,23 +25,7 @@ SCHEDULE = (150, 1, 1, 40, 1, 1)  # tokens of each run: prompts that cross pages
 # softmax and a weighted sum of values of |v| <= 5 keep that size.
 TOLERANCE = 1e-5
 
-_PLAIN: dict[str, Any] = {
-    "axis": 2,
-    "scale": HEAD_DIM**-0.5,
-    "causal": 1,
-    "n_recent": 0,
-    "block": 1,
-    "n_sink": 0,
-    "key_bits": 4,
-    "value_bits": 4,
-    "group_size": 0,
-    "codes": "symmetric",
-    "rotation": "hadamard",
-    "key_center": "none",
-    "window_left": -1,
-    "softcap": 0.0,
-    "layer": "selftest",
-}
+_PLAIN = plain_attributes(HEAD_DIM)
 _DEFAULT_PRESET = {"codes": "full", "group_size": 32, "n_recent": 64, "block": 64, "n_sink": 4}
 CASES: dict[str, dict[str, Any]] = {
     "4 bits": _PLAIN,

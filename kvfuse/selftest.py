@@ -16,24 +16,6 @@ Array = NDArray[np.float64]
 NUM_HEADS, KV_NUM_HEADS, HEAD_DIM = 4, 2, 16
 SCHEDULE = (5, 1, 1, 3)  # tokens of each run: a prompt, two decode steps, a chunk
 
-_ATTRIBUTES: dict[str, Any] = {
-    "axis": 2,
-    "scale": HEAD_DIM**-0.5,
-    "causal": 1,
-    "n_recent": 0,
-    "block": 1,
-    "n_sink": 0,
-    "key_bits": 4,
-    "value_bits": 4,
-    "group_size": 0,
-    "codes": "symmetric",
-    "rotation": "hadamard",
-    "key_center": "none",
-    "window_left": -1,
-    "softcap": 0.0,
-    "layer": "selftest",
-}
-
 
 @dataclass(frozen=True)
 class CaseResult:
@@ -47,6 +29,27 @@ class CaseResult:
     def passed(self) -> bool:
         """Whether the difference is within the tolerance (never, if it is NaN)."""
         return self.max_abs_error <= self.tolerance
+
+
+def plain_attributes(head_dim: int) -> dict[str, Any]:
+    """Returns all attributes of a plain 4-bit node."""
+    return {
+        "axis": 2,
+        "scale": head_dim**-0.5,
+        "causal": 1,
+        "n_recent": 0,
+        "block": 1,
+        "n_sink": 0,
+        "key_bits": 4,
+        "value_bits": 4,
+        "group_size": 0,
+        "codes": "symmetric",
+        "rotation": "hadamard",
+        "key_center": "none",
+        "window_left": -1,
+        "softcap": 0.0,
+        "layer": "selftest",
+    }
 
 
 def run_selftest() -> list[CaseResult]:
@@ -106,7 +109,7 @@ def _gap(attributes: dict[str, Any], expected: Array) -> float:
     """Runs the node over SCHEDULE and returns the largest difference from `expected` [H, T, D]."""
     from kvfuse.session import InferenceSession
 
-    session = InferenceSession(one_node_model(_ATTRIBUTES | attributes))
+    session = InferenceSession(one_node_model(plain_attributes(HEAD_DIM) | attributes))
     feeds = dict(zip(("query", "key", "value"), _tokens(), strict=True))
     start, rows = 0, []
     for count in SCHEDULE:
