@@ -27,6 +27,17 @@ def pytest_addoption(parser):
     )
 
 
+@pytest.fixture(scope="module")
+def exact_weights():
+    """Softmax weights in f32 on the CPU; tests/ops/test_kernel_paths.py tells what the integers change."""
+    from kvfuse import _native
+
+    before = _native.exact_weights()
+    _native.set_exact_weights(True)
+    yield
+    _native.set_exact_weights(before)
+
+
 @pytest.fixture
 def update_goldens(request):
     """Whether golden files are rewritten and not compared."""

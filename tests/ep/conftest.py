@@ -8,7 +8,6 @@ import onnx
 import pytest
 
 import kvfuse
-from kvfuse import _native
 from models.tiny_decoder import build
 
 TESTS = Path(__file__).parents[1]
@@ -18,12 +17,8 @@ DEVICE = os.environ.get("KVFUSE_TEST_DEVICE", "emulated")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def exact_weights():
-    """The CPU that devices are compared with multiplies softmax weights in f32, as they do."""
-    before = _native.exact_weights()
-    _native.set_exact_weights(True)
-    yield
-    _native.set_exact_weights(before)
+def compared_with_exact_weights(exact_weights):
+    """What this suite compares with multiplies softmax weights in f32."""
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ import onnx
 import pytest
 
 import kvfuse
-from kvfuse import _native
 from models.tiny_decoder import build
 
 HERE = Path(__file__).parent
@@ -29,9 +28,5 @@ def decoder(decoder_path) -> kvfuse.InferenceSession:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def exact_weights():
-    """Softmax weights in f32, as in the model; test_weights.py tells what the integers change."""
-    before = _native.exact_weights()
-    _native.set_exact_weights(True)
-    yield
-    _native.set_exact_weights(before)
+def compared_with_exact_weights(exact_weights):
+    """What this suite compares with multiplies softmax weights in f32."""
