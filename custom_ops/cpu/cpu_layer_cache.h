@@ -7,6 +7,7 @@
 #include "key_guard.h"
 #include "kvfuse/kernels.h"
 #include "kvfuse/layer_cache.h"
+#include "kvfuse/layer_span.h"
 #include "kvfuse/page.h"
 
 namespace kvfuse {
@@ -20,8 +21,8 @@ class KVFUSE_EXPORT CpuLayerCache final : public LayerCache {
   std::shared_ptr<LayerCache> Fork() const override;
 
   const CacheFormat& format() const override { return format_; }
-  int64_t length() const override { return length_; }
-  int64_t exact_begin() const override { return exact_begin_; }
+  int64_t length() const override { return span_.length; }
+  int64_t exact_begin() const override { return span_.exact_begin; }
   int64_t nbytes() const override;
   int64_t GrowthBytes(int64_t count) const override;
 
@@ -38,15 +39,8 @@ class KVFUSE_EXPORT CpuLayerCache final : public LayerCache {
   double key_error() const override { return guard_.error(); }
 
  private:
-  struct Chunk {
-    int64_t past = 0, total = 0;
-    Rows key, value;
-    int64_t encode_from = 0, encode_to = 0;  // positions that enter the low-bit store
-  };
-
   struct Cut;
 
-  int64_t KeepExactFrom(int64_t length) const;
   int64_t ExactPageBytes(bool key) const {
     return int64_t{format_.kv_num_heads} * kExactPageTokens * (key ? format_.key.dim : format_.value.dim) * 4;
   }
@@ -64,21 +58,17 @@ class KVFUSE_EXPORT CpuLayerCache final : public LayerCache {
   void GuardHead(const StepArgs& step, const KeyGuard::Span& span, int head);
   // What attention reads between Prepare and Commit.
   CacheView View() const;
-  void StoreExact(int64_t from);
+  void StoreExact();
   void StoreSinks();
   void RefreshPointers();
 
   CacheFormat format_;
-  int64_t length_ = 0;
-  int64_t encoded_end_ = 0;                 // the low-bit store holds [pages_begin_, encoded_end_)
-  int64_t pages_begin_ = 0;                 // a sliding window has freed what lies before
-  int64_t exact_begin_ = 0;                 // f32 rows are held from here to length_
-  int64_t undo_begin_ = 0, undo_end_ = -1;  // and here, in case the last chunk is dropped again
-  PageRun pages_, means_;                   // per kPageTokens tokens; per block
-  PageRun exact_keys_, exact_values_;       // per kExactPageTokens tokens
-  Page sink_key_, sink_value_;              // [tokens][kv_num_heads][dim]
+  LayerSpan span_;
+  Rows chunk_key_, chunk_value_;       // of the chunk between Prepare and Commit
+  PageRun pages_, means_;              // per kPageTokens tokens; per block
+  PageRun exact_keys_, exact_values_;  // per kExactPageTokens tokens
+  Page sink_key_, sink_value_;         // [tokens][kv_num_heads][dim]
   KeyGuard guard_;
-  Chunk chunk_;
   // The same pages as plain pointers, for the kernels.
   std::vector<const uint8_t*> page_pointers_;
   std::vector<const uint16_t*> mean_pointers_;

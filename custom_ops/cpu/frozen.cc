@@ -225,12 +225,11 @@ std::shared_ptr<Sequence> LoadSequence(const std::string& path) {
   return SequenceTable::Global().Unfreeze(ReadFile(path));
 }
 
-CpuLayerCache::CpuLayerCache(const LayerSnapshot& s)
-    : format_(s.format),
-      length_(s.length),
-      encoded_end_(s.encoded_end),
-      pages_begin_(s.begin),
-      exact_begin_(s.exact_begin) {
+CpuLayerCache::CpuLayerCache(const LayerSnapshot& s) : format_(s.format) {
+  span_.length = s.length;
+  span_.encoded_end = s.encoded_end;
+  span_.pages_begin = s.begin;
+  span_.exact_begin = s.exact_begin;
   const SnapshotSizes n(s);
   for (int64_t j = s.begin; j < s.encoded_end; ++j) {
     uint8_t* page = pages_.Writable(j / kPageTokens, format_.page_bytes());

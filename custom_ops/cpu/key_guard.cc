@@ -80,8 +80,9 @@ double KeyGuard::error() const {
 }
 
 KeyGuard::Span CpuLayerCache::GuardSpan() {
-  const int64_t low = format_.has_exact_window() ? format_.WindowBegin(chunk_.total) : chunk_.total;
-  return guard_.Claim(chunk_.encode_from, std::min(chunk_.encode_to, low), format_.n_sink, format_.kv_num_heads);
+  const int64_t low = format_.has_exact_window() ? format_.WindowBegin(span_.chunk.total) : span_.chunk.total;
+  return guard_.Claim(span_.chunk.encode_from, std::min(span_.chunk.encode_to, low), format_.n_sink,
+                      format_.kv_num_heads);
 }
 
 // One query head for each kv head and query, in turn: all of a group read the same keys.
@@ -90,8 +91,8 @@ void CpuLayerCache::GuardHead(const StepArgs& step, const KeyGuard::Span& span, 
   // The first query to whom all of the span is low-bit.
   const int64_t blocks = (span.to + format_.block - 1) / format_.block * format_.block;
   int64_t first = format_.has_exact_window() ? blocks + format_.n_recent - 1 : span.to - 1;
-  first = std::min(std::max(first, chunk_.past), chunk_.total - 1);
-  int64_t last = chunk_.total - 1;
+  first = std::min(std::max(first, span_.chunk.past), span_.chunk.total - 1);
+  int64_t last = span_.chunk.total - 1;
   if (format_.window_left >= 0) last = std::clamp(span.from + format_.window_left, first, last);
 
   const int dim = format_.key.dim;
@@ -102,7 +103,7 @@ void CpuLayerCache::GuardHead(const StepArgs& step, const KeyGuard::Span& span, 
   std::vector<GuardedToken> tokens;
   for (int64_t i = 0; i < count; ++i) {
     const int64_t position = count == 1 ? last : first + (last - first) * i / (count - 1);
-    const int64_t query_head = head * group + i % group, query_token = position - chunk_.past;
+    const int64_t query_head = head * group + i % group, query_token = position - span_.chunk.past;
     tokens.clear();
     const auto see = [&](int64_t j, const float* key, const float* stored, const float* value) {
       float bias = 0.0f;
@@ -113,7 +114,7 @@ void CpuLayerCache::GuardHead(const StepArgs& step, const KeyGuard::Span& span, 
                          j * step.bias_key_stride];
       if (key != nullptr && value != nullptr) tokens.push_back({key, stored, value, bias});
     };
-    for (int64_t j = 0; j < std::min(format_.n_sink, chunk_.total); ++j)
+    for (int64_t j = 0; j < std::min(format_.n_sink, span_.chunk.total); ++j)
       see(j, SinkRow(true, head, j), SinkRow(true, head, j), SinkRow(false, head, j));
     for (int64_t j = span.from; j < span.to; ++j)
       see(j, FloatRow(true, head, j), decoded.data() + (j - span.from) * dim, FloatRow(false, head, j));

@@ -17,8 +17,6 @@ namespace {
 constexpr int64_t kSplitTokens = 256;  // keys are split at multiples of this: a span of the tile kernels
 constexpr int64_t kQueryTile = 16;     // query tokens that share each unpacked row
 
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 const float* Floats(const Page& page) { return reinterpret_cast<const float*>(page.data()); }
 
 // The f16 mean of a block's rows, per channel, over the rows that are finite throughout: one bad token must
@@ -85,27 +83,25 @@ int64_t CpuLayerCache::GrowthBytes(int64_t count) const {
   const auto added = [](const PageRun& run, int64_t from, int64_t end) {
     return std::max<int64_t>(0, end - std::max(from, run.end()));
   };
-  const int64_t total = length_ + count, encoded = std::max(encoded_end_, format_.EncodedEnd(total));
-  const int64_t exact_from = std::max(length_, KeepExactFrom(total));
-  int64_t bytes = added(pages_, encoded_end_ / kPageTokens, CeilDiv(encoded, kPageTokens)) * format_.page_bytes();
+  LayerSpan after = span_;
+  after.Prepare(format_, span_.length, count);
+  const LayerSpan::Chunk& chunk = after.chunk;
+  int64_t bytes =
+      added(pages_, chunk.encode_from / kPageTokens, CeilDiv(chunk.encode_to, kPageTokens)) * format_.page_bytes();
   if (format_.centered())
-    bytes += added(means_, encoded_end_ / format_.block, CeilDiv(encoded, format_.block)) * mean_bytes();
+    bytes += added(means_, chunk.encode_from / format_.block, CeilDiv(chunk.encode_to, format_.block)) * mean_bytes();
   for (const bool key : {true, false})
-    bytes += added(key ? exact_keys_ : exact_values_, exact_from / kExactPageTokens,
-                   exact_from < total ? CeilDiv(total, kExactPageTokens) : 0) *
+    bytes += added(key ? exact_keys_ : exact_values_, chunk.store_from / kExactPageTokens,
+                   chunk.store_from < chunk.total ? CeilDiv(chunk.total, kExactPageTokens) : 0) *
              ExactPageBytes(key);
-  const int64_t sinks = std::max<int64_t>(0, std::min(format_.n_sink, total) - length_);
+  const int64_t sinks = std::max<int64_t>(0, std::min(format_.n_sink, chunk.total) - span_.length);
   return bytes + sinks * format_.kv_num_heads * (format_.key.dim + format_.value.dim) * 4;
 }
 
 std::shared_ptr<LayerCache> CpuLayerCache::Fork() const {
   auto fork = std::make_shared<CpuLayerCache>(format_);
-  fork->length_ = length_;
-  fork->encoded_end_ = encoded_end_;
-  fork->pages_begin_ = pages_begin_;
-  fork->exact_begin_ = exact_begin_;
-  fork->undo_begin_ = undo_begin_;
-  fork->undo_end_ = undo_end_;
+  fork->span_ = span_;
+  fork->span_.chunk = {};
   fork->pages_ = pages_;
   fork->means_ = means_;
   fork->exact_keys_ = exact_keys_;
@@ -116,57 +112,52 @@ std::shared_ptr<LayerCache> CpuLayerCache::Fork() const {
   return fork;
 }
 
-// Exact rows that a later query, or a block still to be encoded, may need; plus the slack.
-int64_t CpuLayerCache::KeepExactFrom(int64_t length) const {
-  if (!format_.has_exact_window()) return length;
-  const int64_t from = std::max<int64_t>(0, format_.WindowBegin(length) - kRollbackSlack);
-  return from / kExactPageTokens * kExactPageTokens;
-}
-
 void CpuLayerCache::Prepare(int64_t past, int64_t count, const Rows& key, const Rows& value) {
   const profile::Timed timed(profile::kPrepare);
-  chunk_ = {past, past + count, key, value, 0, 0};
-  const int64_t encoded = std::min(encoded_end_, past);
-  chunk_.encode_from = encoded;
-  chunk_.encode_to = std::max(encoded, format_.EncodedEnd(chunk_.total));
-  if (chunk_.encode_to > encoded) {
-    for (int64_t i = encoded / kPageTokens; i < CeilDiv(chunk_.encode_to, kPageTokens); ++i)
+  span_.Prepare(format_, past, count);
+  chunk_key_ = key;
+  chunk_value_ = value;
+  const LayerSpan::Chunk& chunk = span_.chunk;
+  if (chunk.encode_from < chunk.encode_to) {
+    for (int64_t i = chunk.encode_from / kPageTokens; i < CeilDiv(chunk.encode_to, kPageTokens); ++i)
       pages_.Writable(i, format_.page_bytes());
-    for (int64_t i = encoded / format_.block; format_.centered() && i < CeilDiv(chunk_.encode_to, format_.block); ++i)
-      means_.Writable(i, mean_bytes());
+    const int64_t end = format_.centered() ? CeilDiv(chunk.encode_to, format_.block) : 0;
+    for (int64_t i = chunk.encode_from / format_.block; i < end; ++i) means_.Writable(i, mean_bytes());
   }
   StoreSinks();
-  StoreExact(std::max(past, KeepExactFrom(chunk_.total)));
+  StoreExact();
   RefreshPointers();
 }
 
 // The sinks grow token by token until all are there; each time into new pages, which a fork does not share.
 void CpuLayerCache::StoreSinks() {
-  const int64_t end = std::min(format_.n_sink, chunk_.total);
-  if (chunk_.past >= end) return;
+  const int64_t end = std::min(format_.n_sink, span_.chunk.total);
+  if (span_.chunk.past >= end) return;
   for (const bool key : {true, false}) {
     const int64_t dim = key ? format_.key.dim : format_.value.dim, row_bytes = dim * 4;
     Page& sink = key ? sink_key_ : sink_value_;
     Page grown = Page::Make(end * format_.kv_num_heads * row_bytes);
-    if (chunk_.past > 0) std::memcpy(grown.data(), sink.data(), chunk_.past * format_.kv_num_heads * row_bytes);
-    for (int64_t j = chunk_.past; j < end; ++j)
+    if (span_.chunk.past > 0)
+      std::memcpy(grown.data(), sink.data(), span_.chunk.past * format_.kv_num_heads * row_bytes);
+    for (int64_t j = span_.chunk.past; j < end; ++j)
       for (int head = 0; head < format_.kv_num_heads; ++head)
         std::memcpy(grown.data() + (j * format_.kv_num_heads + head) * row_bytes,
-                    (key ? chunk_.key : chunk_.value).at(head, j - chunk_.past), row_bytes);
+                    (key ? chunk_key_ : chunk_value_).at(head, j - span_.chunk.past), row_bytes);
     sink = std::move(grown);
   }
 }
 
-void CpuLayerCache::StoreExact(int64_t from) {
+void CpuLayerCache::StoreExact() {
+  const int64_t from = span_.chunk.store_from;
   for (const bool key : {true, false}) {
     const int64_t row_bytes = (key ? format_.key.dim : format_.value.dim) * 4;
     uint8_t* page = nullptr;
-    for (int64_t j = from; j < chunk_.total; ++j) {
+    for (int64_t j = from; j < span_.chunk.total; ++j) {
       if (j == from || j % kExactPageTokens == 0)
         page = (key ? exact_keys_ : exact_values_).Writable(j / kExactPageTokens, ExactPageBytes(key));
       for (int head = 0; head < format_.kv_num_heads; ++head)
         std::memcpy(page + (int64_t{head} * kExactPageTokens + j % kExactPageTokens) * row_bytes,
-                    (key ? chunk_.key : chunk_.value).at(head, j - chunk_.past), row_bytes);
+                    (key ? chunk_key_ : chunk_value_).at(head, j - span_.chunk.past), row_bytes);
     }
   }
 }
@@ -191,8 +182,8 @@ const float* CpuLayerCache::SinkRow(bool key, int head, int64_t position) const 
 
 // An f32 row of this chunk or of the exact pages; null where the floats are gone.
 const float* CpuLayerCache::FloatRow(bool key, int head, int64_t position) const {
-  if (position >= chunk_.past) return (key ? chunk_.key : chunk_.value).at(head, position - chunk_.past);
-  return position < exact_begin_ ? nullptr : ExactRow(key, head, position);
+  if (position >= span_.chunk.past) return (key ? chunk_key_ : chunk_value_).at(head, position - span_.chunk.past);
+  return position < span_.exact_begin ? nullptr : ExactRow(key, head, position);
 }
 
 void CpuLayerCache::EncodeHead(int head) {
@@ -200,7 +191,7 @@ void CpuLayerCache::EncodeHead(int head) {
   int64_t block_of_mean = -1;
   std::vector<const float*> rows;
   std::vector<float> mean;
-  for (int64_t j = chunk_.encode_from; j < chunk_.encode_to; ++j) {
+  for (int64_t j = span_.chunk.encode_from; j < span_.chunk.encode_to; ++j) {
     const int64_t block = j / format_.block;
     if (format_.centered() && block != block_of_mean) {
       auto* halves = reinterpret_cast<uint16_t*>(means_[block].data()) + int64_t{head} * format_.key.dim;
@@ -260,10 +251,10 @@ struct CpuLayerCache::Cut {
 std::vector<Phase> CpuLayerCache::Step(const StepArgs& step) {
   auto cut = std::make_shared<Cut>();
   const int64_t heads = format_.kv_num_heads;
-  const int64_t first = format_.window_left < 0 ? 0 : std::max<int64_t>(0, chunk_.past - format_.window_left);
+  const int64_t first = format_.window_left < 0 ? 0 : std::max<int64_t>(0, span_.chunk.past - format_.window_left);
   cut->query_tiles = CeilDiv(step.sequence_length, kQueryTile);
   cut->key_begin = first / kSplitTokens * kSplitTokens;
-  cut->key_parts = CeilDiv(chunk_.total - cut->key_begin, kSplitTokens);
+  cut->key_parts = CeilDiv(span_.chunk.total - cut->key_begin, kSplitTokens);
   cut->queries = step.num_heads / heads * step.sequence_length;
   cut->splits = 1;
   if (cut->query_tiles == 1 && Kernels().splits)
@@ -279,7 +270,7 @@ std::vector<Phase> CpuLayerCache::Step(const StepArgs& step) {
                     }});
   // Some tenths of a microsecond a row: a decode step that closes no block, and what follows it.
   constexpr int64_t kSmall = 64;
-  phases.back().small = span.empty() && heads * (chunk_.encode_to - chunk_.encode_from) <= kSmall / 2;
+  phases.back().small = span.empty() && heads * (span_.chunk.encode_to - span_.chunk.encode_from) <= kSmall / 2;
   phases.push_back({pieces, [this, step, cut](size_t piece) { Kernels().attend(cut->Piece(*this, step, piece)); }});
   if (cut->splits > 1)
     phases.push_back({static_cast<size_t>(heads), [this, step, cut](size_t head) { cut->Merge(*this, step, head); },
@@ -299,53 +290,36 @@ CacheView CpuLayerCache::View() const {
   view.page_begin = pages_.begin();
   view.mean_begin = means_.begin();
   view.exact_page_begin = exact_keys_.begin();
-  view.exact_begin = exact_begin_;
-  view.encoded_end = chunk_.encode_to;
-  view.past = chunk_.past;
-  view.total = chunk_.total;
-  view.key = chunk_.key;
-  view.value = chunk_.value;
+  view.exact_begin = span_.exact_begin;
+  view.encoded_end = span_.chunk.encode_to;
+  view.past = span_.chunk.past;
+  view.total = span_.chunk.total;
+  view.key = chunk_key_;
+  view.value = chunk_value_;
   return view;
 }
 
 void CpuLayerCache::Commit() {
-  undo_begin_ = exact_begin_;
-  undo_end_ = chunk_.past;
-  length_ = chunk_.total;
-  encoded_end_ = chunk_.encode_to;
-  exact_begin_ = std::max(exact_begin_, KeepExactFrom(length_));
-  chunk_ = {};
+  span_.Commit(format_);
+  chunk_key_ = chunk_value_ = {};
 }
 
 void CpuLayerCache::Settle() {
-  undo_end_ = -1;
-  exact_keys_.FreeBefore(exact_begin_ / kExactPageTokens);
-  exact_values_.FreeBefore(exact_begin_ / kExactPageTokens);
+  span_.Settle(format_);
+  exact_keys_.FreeBefore(span_.exact_begin / kExactPageTokens);
+  exact_values_.FreeBefore(span_.exact_begin / kExactPageTokens);
   if (format_.window_left < 0) return;
-  const int64_t unseen = std::max<int64_t>(0, length_ - format_.window_left - kRollbackSlack);
-  pages_begin_ = std::max(pages_begin_, std::min(unseen, encoded_end_) / kPageTokens * kPageTokens);
-  pages_.FreeBefore(pages_begin_ / kPageTokens);
-  means_.FreeBefore(pages_begin_ / format_.block);
+  pages_.FreeBefore(span_.pages_begin / kPageTokens);
+  means_.FreeBefore(span_.pages_begin / format_.block);
 }
 
-void CpuLayerCache::CheckTruncate(int64_t length) const {
-  if (length > 0 && length < length_ && length - format_.window_left < pages_begin_ && pages_begin_ > 0)
-    Fail("[truncate] expected a length of 0 or at least ", pages_begin_ + format_.window_left,
-         ", since the sliding window has freed older tokens; found ", length);
-}
+void CpuLayerCache::CheckTruncate(int64_t length) const { span_.CheckTruncate(format_, length); }
 
 void CpuLayerCache::Truncate(int64_t length) {
-  if (length >= length_) return;
-  CheckTruncate(length);
-  length_ = length;
-  if (length <= undo_end_) exact_begin_ = undo_begin_;
-  undo_end_ = -1;
-  exact_begin_ = std::min(exact_begin_, length);
-  // A block that is open again counts as not encoded while its floats are there; else it stays low-bit.
-  encoded_end_ = std::min(encoded_end_, std::max(format_.EncodedEnd(length), exact_begin_));
-  if (length == 0) pages_begin_ = 0, guard_.Reset();
-  pages_.FreeFrom(CeilDiv(encoded_end_, kPageTokens));
-  means_.FreeFrom(CeilDiv(encoded_end_, format_.block));
+  if (!span_.Truncate(format_, length)) return;
+  if (length == 0) guard_.Reset();
+  pages_.FreeFrom(CeilDiv(span_.encoded_end, kPageTokens));
+  means_.FreeFrom(CeilDiv(span_.encoded_end, format_.block));
   exact_keys_.FreeFrom(CeilDiv(length, kExactPageTokens));
   exact_values_.FreeFrom(CeilDiv(length, kExactPageTokens));
 }

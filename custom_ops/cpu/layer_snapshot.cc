@@ -31,10 +31,10 @@ std::vector<uint8_t> CpuLayerCache::StoredRow(bool key, int head, int64_t positi
 
 void CpuLayerCache::ReadRow(bool key, int head, int64_t position, float* out) const {
   const SideFormat& side = key ? format_.key : format_.value;
-  if (position < format_.n_sink || position >= exact_begin_) {
+  if (position < format_.n_sink || position >= span_.exact_begin) {
     const float* row = position < format_.n_sink ? SinkRow(key, head, position) : ExactRow(key, head, position);
     std::copy(row, row + side.dim, out);
-  } else if (position < pages_begin_) {
+  } else if (position < span_.pages_begin) {
     std::fill(out, out + side.dim, 0.0f);  // a sliding window has freed it: no query sees it any more
   } else {
     DecodeStored(key, head, position, out);
@@ -52,20 +52,21 @@ void CpuLayerCache::DecodeStored(bool key, int head, int64_t position, float* ou
 LayerSnapshot CpuLayerCache::Snapshot(bool canonical) const {
   LayerSnapshot shot;
   shot.format = format_;
-  shot.length = length_;
-  shot.begin = pages_begin_;
-  shot.encoded_end = encoded_end_;
-  shot.exact_begin = exact_begin_;
+  shot.length = span_.length;
+  shot.begin = span_.pages_begin;
+  shot.encoded_end = span_.encoded_end;
+  shot.exact_begin = span_.exact_begin;
   // Without the slack, which depends on how the tokens came.
-  if (canonical) shot.exact_begin = std::max(exact_begin_, format_.WindowBegin(length_));
-  const int64_t sinks = std::min(format_.n_sink, length_);
+  if (canonical) shot.exact_begin = std::max(span_.exact_begin, format_.WindowBegin(span_.length));
+  const int64_t sinks = std::min(format_.n_sink, span_.length);
   for (int head = 0; head < format_.kv_num_heads; ++head) {
-    for (int64_t j = pages_begin_; j < encoded_end_; ++j) {
+    for (int64_t j = span_.pages_begin; j < span_.encoded_end; ++j) {
       CopySide(format_.key, StoredRow(true, head, j).data(), {&shot.key_codes, &shot.key_scales});
       CopySide(format_.value, StoredRow(false, head, j).data(), {&shot.value_codes, &shot.value_scales});
     }
     if (format_.centered())
-      for (int64_t b = pages_begin_ / format_.block; b < (encoded_end_ + format_.block - 1) / format_.block; ++b) {
+      for (int64_t b = span_.pages_begin / format_.block; b < (span_.encoded_end + format_.block - 1) / format_.block;
+           ++b) {
         const auto* mean = reinterpret_cast<const uint16_t*>(means_[b].data()) + int64_t{head} * format_.key.dim;
         for (int i = 0; i < format_.key.dim; ++i) shot.key_means.push_back(HalfToFloat(mean[i]));
       }
@@ -74,7 +75,7 @@ LayerSnapshot CpuLayerCache::Snapshot(bool canonical) const {
       const auto append = [dim](std::vector<float>& rows, const float* row) {
         rows.insert(rows.end(), row, row + dim);
       };
-      for (int64_t j = shot.exact_begin; j < length_; ++j)
+      for (int64_t j = shot.exact_begin; j < span_.length; ++j)
         append(key ? shot.exact_key : shot.exact_value, ExactRow(key, head, j));
       for (int64_t j = 0; j < sinks; ++j) append(key ? shot.sink_key : shot.sink_value, SinkRow(key, head, j));
     }
