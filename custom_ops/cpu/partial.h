@@ -19,16 +19,19 @@ struct Partial {
     *sum = 0.0f;
     std::fill(rotated, rotated + floats, 0.0f);
   }
-  void Scale(float factor) {
+  void Scale(float factor) const {
     *sum *= factor;
     for (int64_t i = 0; i < floats; ++i) rotated[i] *= factor;
   }
+  // Makes `score` the maximum when it is larger; what was summed so far shrinks.
+  void Raise(float score) const {
+    if (!(score > *maximum)) return;
+    if (*sum != 0.0f) Scale(std::exp(*maximum - score));
+    *maximum = score;
+  }
   void Add(const Partial& other) {
     if (*other.sum == 0.0f) return;
-    if (*other.maximum > *maximum) {
-      if (*sum != 0.0f) Scale(std::exp(*maximum - *other.maximum));
-      *maximum = *other.maximum;
-    }
+    Raise(*other.maximum);
     const float factor = std::exp(*other.maximum - *maximum);
     *sum += factor * *other.sum;
     for (int64_t i = 0; i < floats; ++i) rotated[i] += factor * other.rotated[i];

@@ -166,37 +166,41 @@ inline const float* ExactRow(const CacheView& cache, bool key, int head, int64_t
   return page + (int64_t{head} * kExactPageTokens + j % kExactPageTokens) * dim;
 }
 
+// The head and the output of query i of a piece of work.
+inline int HeadOf(const AttendArgs& args, int i) {
+  const int group = args.step.num_heads / args.cache.format->kv_num_heads;
+  return args.kv_head * group + i % group;
+}
+inline float* OutputOf(const AttendArgs& args, int i) {
+  const StepArgs& step = args.step;
+  const int64_t token = args.query_begin + i / (step.num_heads / args.cache.format->kv_num_heads);
+  return step.output + HeadOf(args, i) * step.output_head_stride + token * step.output_token_stride;
+}
+
 // output = (rotated sum, rotated back, + exact sum) / sum; a query that sees nothing gives zeros.
+inline void Divide(const float* rotated, const float* exact, float sum, int dim, float* output) {
+  for (int c = 0; c < dim; ++c) output[c] = sum == 0.0f ? 0.0f : (rotated[c] + exact[c]) / sum;
+}
+
 inline void WriteOutputs(const AttendArgs& args, std::vector<Query>& queries) {
   const SideFormat& side = args.cache.format->value;
-  const int group = args.step.num_heads / args.cache.format->kv_num_heads;
   for (size_t i = 0; i < queries.size(); ++i) {
     Query& query = queries[i];
-    const int64_t token = args.query_begin + static_cast<int64_t>(i) / group;
-    const int head = args.kv_head * group + static_cast<int>(i) % group;
-    float* output = args.step.output + head * args.step.output_head_stride + token * args.step.output_token_stride;
     if (side.rotated()) reference::Rotate(query.rotated_sum.data(), side.dim);
-    for (int c = 0; c < side.dim; ++c)
-      output[c] = query.sum == 0.0f ? 0.0f : (query.rotated_sum[c] + query.exact_sum[c]) / query.sum;
+    Divide(query.rotated_sum.data(), query.exact_sum.data(), query.sum, side.dim, OutputOf(args, static_cast<int>(i)));
   }
 }
 
-// The same for query i of a piece of work, from its one partial: the head's sink joins, then rotated back and divided.
+// The same for query i of a piece of work, from its one partial: the head's sink joins first.
 inline void FinishQuery(const AttendArgs& args, int i, const Partial& result) {
   const SideFormat& side = args.cache.format->value;
-  const StepArgs& step = args.step;
-  const int group = step.num_heads / args.cache.format->kv_num_heads, head = args.kv_head * group + i % group;
-  float* output =
-      step.output + head * step.output_head_stride + (args.query_begin + i / group) * step.output_token_stride;
-  if (step.head_sink != nullptr && step.head_sink[head] != kNegativeInfinity) {
-    const float maximum = std::max(step.head_sink[head], *result.maximum), shrink = std::exp(*result.maximum - maximum);
-    *result.sum *= shrink;
-    for (int64_t c = 0; c < result.floats; ++c) result.rotated[c] *= shrink;
-    *result.sum += std::exp(step.head_sink[head] - maximum);
+  const int head = HeadOf(args, i);
+  if (args.step.head_sink != nullptr && args.step.head_sink[head] != kNegativeInfinity) {
+    result.Raise(args.step.head_sink[head]);
+    *result.sum += std::exp(args.step.head_sink[head] - *result.maximum);
   }
   if (side.rotated()) Kernels().rotate(result.rotated, side.dim);
-  const bool none = *result.sum == 0.0f;
-  for (int c = 0; c < side.dim; ++c) output[c] = none ? 0.0f : (result.rotated[c] + result.exact[c]) / *result.sum;
+  Divide(result.rotated, result.exact, *result.sum, side.dim, OutputOf(args, i));
 }
 
 }  // namespace kvfuse
