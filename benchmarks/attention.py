@@ -12,7 +12,6 @@ contender pays for its state is said in contender.py. Other work on the machine 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -125,9 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         configuration = run(work, options)
         found["configurations"].append(configuration)
         print(report.configuration_text(configuration), flush=True)
-        if options.json is not None:  # after each, so that an interrupted run is not lost
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        report.save(found, options.json)  # after each, so that an interrupted run is not lost
     print(report.attention_tables(found))
     return 0
 

@@ -165,9 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in options.models.split(","):
         timing = (options.steps, options.bursts, options.repeats, options.threads)
         found["models"].append(measure(name, contexts, *timing))
-        if options.json is not None:
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        report.save(found, options.json)
     print(report.end_to_end_tables(found))
     return 0
 

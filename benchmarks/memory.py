@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -94,9 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     found = {"kind": "memory", "machine": machine.describe(), "tables": tables}
     print(report.plain_tables(found))
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    report.save(found, options.json)
     return 0
 
 

@@ -270,6 +270,14 @@ TABLES: Mapping[str, Callable[[Json], str]] = {
 }
 
 
+def save(found: Json, path: Path | None) -> None:
+    """Keeps what was measured, for this module to make tables of; nowhere without a path."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
 def write(page: Path, kind: str, table: str) -> None:
     """Replaces what stands between the marks of `kind`.
 

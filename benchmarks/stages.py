@@ -109,9 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     numbers = {"kind": "stages", "machine": machine.describe(), "tables": tables}
     print(report.plain_tables(numbers))
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+    report.save(numbers, options.json)
     return 0
 
 

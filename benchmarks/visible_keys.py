@@ -10,7 +10,6 @@ python benchmarks/visible_keys.py --json build/bench/visible_keys.json
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import time
@@ -143,9 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tables[title] = by_past(history, cache_format, options.chunk, options.rounds)
     found = {"kind": "visible_keys", "machine": machine.describe(), "tables": tables}
     print(report.plain_tables(found))
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    report.save(found, options.json)
     return 0
 
 
